@@ -1,0 +1,150 @@
+"""The base classes of everything that subscribes to events."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gradsentinel import events
+from gradsentinel.decision import Action
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.evidence import Finding
+
+if TYPE_CHECKING:
+    from gradsentinel.incident import Incident, Recovery
+    from gradsentinel.run import Run
+
+Findings = Finding | Sequence[Finding] | None
+"""What a detecting method may return."""
+
+
+@dataclass(kw_only=True)
+class Callback:
+    """Hears events; override the methods you need, the others cost nothing.
+
+    `on_after_backward`, `on_before_clip`, `on_after_step` and `on_run_start` may return findings.
+    A callback never waits for the device, never communicates and never changes a gradient in
+    `on_batch`, `on_after_backward` and `on_before_clip`: the bus does that for all of them at once.
+    """
+
+    def on_run_start(self, event: events.RunStart) -> Findings:
+        """Hear the first event of a run."""
+
+    def on_step_start(self, event: events.StepStart) -> None:
+        """Hear that a step begins."""
+
+    def on_batch(self, event: events.Batch) -> None:
+        """Hear that a micro-batch is about to enter the model."""
+
+    def on_after_backward(self, event: events.AfterBackward) -> Findings:
+        """Hear that a micro-batch has its gradients; findings wait for `on_before_clip`."""
+
+    def on_before_clip(self, event: events.BeforeClip) -> Findings:
+        """Hear that the step's gradients are final, before they are clipped."""
+
+    def on_incident(self, event: events.IncidentEvent) -> None:
+        """Hear that something is wrong with this step."""
+
+    def on_diagnosis(self, event: events.DiagnosisEvent) -> None:
+        """Hear what an incident turned out to be."""
+
+    def on_recovery(self, event: events.RecoveryEvent) -> None:
+        """Hear what was done about an incident."""
+
+    def on_after_step(self, event: events.AfterStep) -> Findings:
+        """Hear that the step was applied or dropped."""
+
+    def on_run_end(self, event: events.RunEnd) -> None:
+        """Hear the last event of a run."""
+
+    def checks_after_step(self, step: int) -> bool:
+        """Return True if findings from `on_after_step` must be settled before the loop goes on.
+
+        Depends on the step and the settings alone: every rank has to give the same answer.
+        """
+        del step
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the callback must remember over a restart; tensors, numbers, strings, containers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+class Detector(Callback):
+    """Observes and returns findings; if it raises it is reported, switched off, and the run goes on."""
+
+
+class Responder(Callback):
+    """Acts on an agreed incident; if it raises, the run stops with the last good state on disk."""
+
+    rung: ClassVar[Action]
+    """Where on the recovery ladder it stands."""
+
+    def escalates(self, incident: Incident, run: Run) -> bool:
+        """Return True to take this incident over from the cheaper rungs below."""
+        del incident, run
+        return False
+
+    def respond(self, incident: Incident, run: Run) -> Recovery | None:
+        """Recover from the incident, or return None to hand it to the next rung; called on every rank."""
+        raise NotImplementedError
+
+
+def check_callback(callback: object) -> Callback:
+    """Return the callback if it can be registered; raises ConfigurationError saying what is wrong."""
+    if isinstance(callback, type):
+        raise ConfigurationError(f"{callback.__name__} is a class; give an instance: {callback.__name__}()")
+    if not isinstance(callback, Callback):
+        raise ConfigurationError(
+            f"{type(callback).__name__} is not a gradsentinel.Callback; subclass Callback, or register "
+            "a plain function with sentinel.on(event, function)"
+        )
+    known = set(events.METHODS.values())
+    allowed = known | {name for name in dir(Responder) if not name.startswith("_")}
+    for name in dir(type(callback)):
+        if name.startswith("_") or name in allowed:
+            continue
+        attribute = inspect.getattr_static(type(callback), name)
+        if not inspect.isfunction(attribute):
+            continue
+        near = difflib.get_close_matches(f"on_{name.removeprefix('on_')}", known, n=1, cutoff=0.9)
+        if name.startswith("on_"):
+            nearest = (near or difflib.get_close_matches(name, known, n=1, cutoff=0.0))[0]
+            raise ConfigurationError(
+                f"{type(callback).__name__}.{name} hears no event; did you mean {nearest}?"
+            )
+        if near:
+            raise ConfigurationError(
+                f"{type(callback).__name__}.{name} would never be called; did you mean {near[0]}?"
+            )
+    for name in known:
+        check_signature(getattr(callback, name), f"{type(callback).__name__}.{name}")
+    if isinstance(callback, Responder) and not isinstance(getattr(callback, "rung", None), Action):
+        raise ConfigurationError(
+            f"{type(callback).__name__} needs a rung, its place on the recovery ladder: rung = Action.SKIP"
+        )
+    return callback
+
+
+def check_signature(function: Any, label: str) -> None:
+    """Raise ConfigurationError unless the function can be called with one event."""
+    if inspect.iscoroutinefunction(function):
+        raise ConfigurationError(
+            f"{label} is a coroutine; events are delivered synchronously, use a plain def"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # builtins without a signature: the call itself will tell
+    try:
+        signature.bind(object())
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{label}{signature} cannot hear an event: {error}; it must take exactly one argument, the event"
+        ) from None

@@ -1,0 +1,74 @@
+"""What to do about a step, how bad it is, what it is about, and how ranks merge their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, IntEnum
+
+
+class Action(IntEnum):
+    """What to do about an incident, from harmless to drastic; merging takes the most severe."""
+
+    CONTINUE = 0
+    WARN = 1
+    RETRY = 2
+    SKIP = 3
+    ROLLBACK = 4
+    ABORT = 5
+
+    @property
+    def label(self) -> str:
+        """The lower-case word used in files and logs."""
+        return self.name.lower()
+
+    @classmethod
+    def parse(cls, value: Action | str) -> Action:
+        """Return the action for a member or its name; raises ValueError naming the choices."""
+        if isinstance(value, Action):
+            return value
+        try:
+            return cls[value.upper()]
+        except (KeyError, AttributeError):
+            choices = ", ".join(action.label for action in cls)
+            raise ValueError(f"unknown action {value!r}; choose one of: {choices}") from None
+
+
+class Severity(IntEnum):
+    """How bad an incident is for the run as a whole."""
+
+    WARNING = 1
+    ERROR = 2
+    CRITICAL = 3
+
+    @property
+    def label(self) -> str:
+        """The lower-case word used in files and logs."""
+        return self.name.lower()
+
+
+class Kind(str, Enum):
+    """What an incident is about."""
+
+    NONFINITE_LOSS = "nonfinite_loss"
+    NONFINITE_INPUT = "nonfinite_input"
+    NONFINITE_GRADIENT = "nonfinite_gradient"
+    NONFINITE_PARAMETER = "nonfinite_parameter"
+    NONFINITE_STATE = "nonfinite_state"
+    SATURATION = "saturation"
+    MAGNITUDE = "magnitude"
+    SPIKE = "spike"
+    RANK_DIVERGENCE = "rank_divergence"
+    LOSS_SCALE = "loss_scale"
+    CALLBACK_ERROR = "callback_error"
+    CUSTOM = "custom"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def merge(actions: Iterable[Action]) -> Action:
+    """Return the most severe action; CONTINUE if there is none.
+
+    Associative, commutative and idempotent, so ranks may merge in any order and agree.
+    """
+    return max(actions, default=Action.CONTINUE)
