@@ -1,0 +1,153 @@
+"""Gradients that are finite but too large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradsentinel import events
+from gradsentinel.callback import Detector
+from gradsentinel.decision import Action, Kind
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
+from gradsentinel.gradients import GradientView
+from gradsentinel.inspection import inspect_tensor
+
+_CLIP = Diagnosis(
+    cause="unknown",
+    confidence=0.0,
+    phase="backward",
+    remedy=("clip gradients by norm, or lower the learning rate",),
+)
+
+
+@dataclass(kw_only=True)
+class MagnitudeCallback(Detector):
+    """Warns of, or acts on, gradients beyond fixed bounds, before they are clipped.
+
+    Bounds are on the unscaled gradients. Non-finite values break every bound, but in a step that the
+    GradScaler drops by itself they are its search for a scale. Called on: every rank.
+    """
+
+    max_global_norm: float | None = None
+    """Bound on the global 2-norm (what clipping calls the total norm); costs nothing extra."""
+    max_parameter_norm: float | None = None
+    """Bound on each parameter's own 2-norm; costs nothing extra."""
+    max_value: float | None = None
+    """Bound on the absolute value of any element; one more fused pass per step."""
+    action: Action | str = Action.WARN
+    """warn reports and lets the (clipped) step through; retry, skip, rollback and abort act."""
+
+    def __post_init__(self) -> None:
+        self.action = Action.parse(self.action)
+        bounds = {
+            "max_global_norm": self.max_global_norm,
+            "max_parameter_norm": self.max_parameter_norm,
+            "max_value": self.max_value,
+        }
+        if all(bound is None for bound in bounds.values()):
+            raise ConfigurationError(f"MagnitudeCallback needs at least one bound: {', '.join(bounds)}")
+        for name, bound in bounds.items():
+            if bound is not None and not bound > 0:
+                raise ConfigurationError(f"{name}={bound} must be above 0")
+
+    def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
+        """Compare the view's numbers with the bounds."""
+        if event.loss_scale is not None and event.overflow is not None and len(event.gradients) == 0:
+            return ()
+        view, action = event.gradients, Action.parse(self.action)
+        findings = []
+        if self.max_global_norm is not None:
+            bound = self.max_global_norm
+            findings.append(
+                Finding(
+                    kind=Kind.MAGNITUDE,
+                    value=view.total_norm,
+                    limit=bound,
+                    action=action,
+                    confirm=lambda: None if _scaler_drops(event) else _confirm_global(view, bound, action),
+                )
+            )
+        if self.max_parameter_norm is not None:
+            limit = self.max_parameter_norm
+            findings.append(
+                Finding(
+                    kind=Kind.MAGNITUDE,
+                    value=view.max_norm,
+                    limit=limit,
+                    action=action,
+                    confirm=lambda: (
+                        None if _scaler_drops(event) else _confirm_each(view, "norm", limit, action)
+                    ),
+                )
+            )
+        if self.max_value is not None:
+            peak = self.max_value
+            findings.append(
+                Finding(
+                    kind=Kind.MAGNITUDE,
+                    value=view.max_magnitude,
+                    limit=peak,
+                    action=action,
+                    confirm=lambda: (
+                        None if _scaler_drops(event) else _confirm_each(view, "largest value", peak, action)
+                    ),
+                )
+            )
+        return findings
+
+
+def _scaler_drops(event: events.BeforeClip) -> bool:
+    return event.overflow is not None and bool(event.overflow > 0)
+
+
+def _confirm_global(view: GradientView, bound: float, action: Action) -> Evidence | None:
+    norm = float(view.total_norm)
+    if not abs(norm) < float("inf"):
+        norm = view.safe_norm()
+    if norm <= bound:
+        return None
+    return Evidence(
+        kind=_kind(norm),
+        action=action,
+        message=f"the global gradient norm is {norm:.4g}, above {bound:g}",
+        tensors=_largest(view),
+        diagnosis=_CLIP,
+    )
+
+
+def _confirm_each(view: GradientView, what: str, bound: float, action: Action) -> Evidence | None:
+    values = (view.norms if what == "norm" else view.magnitudes).tolist()
+    over = sorted(
+        ((name, value) for name, value in zip(view.names, values, strict=True) if not value <= bound),
+        key=lambda entry: -entry[1],
+    )
+    by_name = dict(zip(view.names, view.gradients, strict=True))
+    tensors = tuple(inspect_tensor(name, by_name[name]) for name, _ in over)
+    if what == "norm":  # a norm may overflow in the gradient's own dtype
+        tensors = tuple(entry for entry in tensors if not entry.norm <= bound)
+    if not tensors:
+        return None
+    worst = tensors[0]
+    value = worst.norm if what == "norm" else dict(over)[worst.name]
+    return Evidence(
+        kind=_kind(value),
+        action=action,
+        message=f"the {what} of the gradient of {worst.name} is {value:.4g}, above {bound:g}"
+        + (f" ({len(tensors)} parameters are)" if len(tensors) > 1 else ""),
+        tensors=tensors,
+        diagnosis=_CLIP,
+    )
+
+
+def _kind(value: float) -> Kind:
+    return Kind.MAGNITUDE if abs(value) < float("inf") else Kind.NONFINITE_GRADIENT
+
+
+def _largest(view: GradientView, count: int = 5) -> tuple[TensorEvidence, ...]:
+    """The parameters that make up the norm: the largest, and those within a tenth of it."""
+    found = [
+        inspect_tensor(name, gradient) for name, gradient in zip(view.names, view.gradients, strict=True)
+    ]
+    found.sort(key=lambda entry: (-entry.nonfinite, -entry.norm))
+    return tuple(entry for entry in found[:count] if entry.nonfinite or entry.norm >= 0.1 * found[0].norm)

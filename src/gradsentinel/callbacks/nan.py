@@ -1,0 +1,268 @@
+"""NaN and Inf: in the loss, the gradients, and the training state itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradsentinel import events
+from gradsentinel.callback import Detector
+from gradsentinel.decision import Action, Kind
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
+from gradsentinel.gradients import GradientView
+from gradsentinel.incident import fold
+from gradsentinel.run import Run
+
+_SCALE_HINT = (
+    "lowering the loss scale cannot help: look for what makes the value non-finite before any scaling",
+)
+
+
+@dataclass(kw_only=True)
+class NanCallback(Detector):
+    """Drops a step whose loss or gradients are not finite; alone, it needs no further callback for that.
+
+    Rides on the norm that clipping computes anyway. A norm that overflows on finite gradients is no
+    alarm. With a GradScaler, non-finite gradients of a finite loss are the scaler's business (its
+    search for a scale), until the scale has collapsed. Called on: every rank.
+    """
+
+    action: Action | str = Action.RETRY
+    """The cheapest recovery to try: retry (falls through to skip without a Retry callback), skip,
+    rollback, abort, or warn, which only reports and lets the bad update through."""
+    check_microbatches: bool = True
+    """Look at the gradients after each micro-batch but the last, so that the bad one is known; one
+    more fused norm per extra micro-batch."""
+    state_warmup: int = 10
+    """After each of the first so many steps parameters, moments and buffers are checked too."""
+    state_every: int = 50
+    """After that, every so many steps; and always when there is an incident. 0: never."""
+    min_loss_scale: float = 1.0
+    """A GradScaler that still overflows at this scale has collapsed."""
+    max_scaler_skips: int = 32
+    """So many steps in a row dropped by the GradScaler are no search for a scale any more."""
+    _run: Run | None = field(default=None, init=False, repr=False)
+    _view: GradientView | None = field(default=None, init=False, repr=False)
+    _seen: list[tuple[int, Tensor]] = field(default_factory=list, init=False, repr=False)
+    """Largest gradient magnitude after each micro-batch: unlike a 2-norm it never overflows by itself."""
+    _scaler_skips: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.action = Action.parse(self.action)
+        if self.state_warmup < 0 or self.state_every < 0:
+            raise ConfigurationError("state_warmup and state_every are numbers of steps, 0 or more")
+        if self.max_scaler_skips < 1:
+            raise ConfigurationError("max_scaler_skips must be at least 1 step")
+
+    def on_run_start(self, event: events.RunStart) -> Sequence[Finding]:
+        """Look at the initial state: an uninitialised parameter is named before any training."""
+        self._run = event.run
+        found = event.run.health.scan()
+        findings = []
+        if "parameters" in found:
+            evidence = _initial("parameter", found["parameters"], Kind.NONFINITE_PARAMETER, Action.ABORT)
+            findings.append(_certain(evidence))
+        if "moments" in found:
+            evidence = _initial("optimizer state", found["moments"], Kind.NONFINITE_STATE, Action.ABORT)
+            findings.append(_certain(evidence))
+        unused = event.run.health.nan_at_start
+        if unused:  # whether it is ever used, only the user knows
+            evidence = _initial("buffer or frozen parameter", unused, Kind.NONFINITE_STATE, Action.WARN)
+            findings.append(_certain(evidence))
+        return findings
+
+    def on_step_start(self, event: events.StepStart) -> None:
+        """Forget the last step's micro-batches."""
+        self._seen.clear()
+        self._view = None
+
+    def on_after_backward(self, event: events.AfterBackward) -> Finding | None:
+        """Judge the loss; remember the gradients' size so far, to tell the bad micro-batch later."""
+        if self.check_microbatches and not event.last:
+            self._seen.append((event.microbatch, event.gradients.max_magnitude))
+        if event.loss is None:
+            return None
+        loss, microbatch = event.loss, event.microbatch
+        return Finding(
+            kind=Kind.NONFINITE_LOSS,
+            value=loss,
+            action=Action.parse(self.action),
+            confirm=lambda: self._confirm_loss(loss, microbatch),
+            microbatch=microbatch,
+        )
+
+    def on_before_clip(self, event: events.BeforeClip) -> Finding:
+        """Judge the gradients through their global norm, or the loss scale if there is a scaler."""
+        self._view = event.gradients
+        if event.loss_scale is not None and event.overflow is not None:
+            scale = event.loss_scale
+            return Finding(
+                kind=Kind.LOSS_SCALE,
+                value=(event.overflow > 0).logical_and(scale <= self.min_loss_scale),
+                action=Action.parse(self.action),
+                confirm=lambda: self._confirm_scale(scale),
+            )
+        return Finding(
+            kind=Kind.NONFINITE_GRADIENT,
+            value=event.gradients.total_norm,
+            action=Action.parse(self.action),
+            confirm=self._confirm_gradients,
+        )
+
+    def checks_after_step(self, step: int) -> bool:
+        """Return True on the steps after which the training state is looked at."""
+        if self.state_every and (step + 1) % self.state_every == 0:
+            return True
+        return step < self.state_warmup
+
+    def on_after_step(self, event: events.AfterStep) -> Sequence[Finding]:
+        """Look at the state when it is due, and count the steps that the GradScaler drops."""
+        findings = []
+        self._scaler_skips = self._scaler_skips + 1 if event.scaler_skipped else 0
+        if self._scaler_skips and self._scaler_skips % self.max_scaler_skips == 0:
+            skips, view = self._scaler_skips, self._view
+            findings.append(
+                Finding(
+                    kind=Kind.LOSS_SCALE,
+                    value=torch.tensor(True),
+                    action=Action.ROLLBACK,
+                    confirm=lambda: Evidence(
+                        kind=Kind.LOSS_SCALE,
+                        action=Action.ROLLBACK,
+                        message=f"the GradScaler has dropped {skips} steps in a row",
+                        tensors=view.evidence() if view is not None else (),
+                        diagnosis=_unexplained("backward", _SCALE_HINT),
+                    ),
+                )
+            )
+        if self._run is not None and self.checks_after_step(event.step):
+            findings.append(
+                Finding(
+                    kind=Kind.NONFINITE_PARAMETER,
+                    value=self._run.health.norm(),
+                    action=Action.ROLLBACK,
+                    confirm=lambda: self._confirm_state(before_step=False),
+                )
+            )
+        return findings
+
+    # -- on the host, when something is suspected --------------------------------------------------
+
+    def _confirm_loss(self, loss: Tensor, microbatch: int) -> Evidence:
+        state = self._confirm_state(before_step=True)
+        if state is not None:
+            return state
+        tensors = self._view.evidence() if self._view is not None else ()
+        remedy = _SCALE_HINT if self._run is not None and "scaler" in self._run.host.stateful() else ()
+        return Evidence(
+            kind=Kind.NONFINITE_LOSS,
+            action=Action.parse(self.action),
+            message=f"the loss is {float(loss)}" + self._in_microbatch(microbatch) + self._spread(tensors),
+            tensors=tensors,
+            microbatch=microbatch,
+            diagnosis=_unexplained("loss", remedy),
+        )
+
+    def _confirm_gradients(self) -> Evidence | None:
+        tensors = self._view.evidence() if self._view is not None else ()
+        if not tensors:
+            return None
+        state = self._confirm_state(before_step=True)
+        if state is not None:
+            return state
+        microbatch = self._first_bad_microbatch()
+        return Evidence(
+            kind=Kind.NONFINITE_GRADIENT,
+            action=Action.parse(self.action),
+            message=f"non-finite gradient in {_name(tensors)}" + self._in_microbatch(microbatch),
+            tensors=tensors,
+            microbatch=microbatch,
+            diagnosis=_unexplained("backward"),
+        )
+
+    def _confirm_scale(self, scale: Tensor) -> Evidence | None:
+        tensors = self._view.evidence() if self._view is not None else ()
+        value = float(scale)
+        return Evidence(
+            kind=Kind.LOSS_SCALE,
+            action=Action.parse(self.action),
+            message=f"the loss scale has collapsed to {value:g} and the gradients still overflow",
+            tensors=tensors,
+            diagnosis=_unexplained("backward", _SCALE_HINT),
+            details={"loss_scale": value},
+        )
+
+    def _confirm_state(self, *, before_step: bool) -> Evidence | None:
+        """Tell a bad state, which no dropped step can cure, from a bad step."""
+        if self._run is None:
+            return None
+        found = self._run.health.scan(before_step=before_step)
+        if not found:
+            return None
+        kind = Kind.NONFINITE_PARAMETER if "parameters" in found else Kind.NONFINITE_STATE
+        tensors = tuple(entry for part in found.values() for entry in part)
+        words = "; ".join(f"non-finite {part}: {_name(entries)}" for part, entries in found.items())
+        return Evidence(
+            kind=kind,
+            action=max(Action.parse(self.action), Action.ROLLBACK),
+            message=f"{words} (the state itself is bad, not only this step)",
+            tensors=tensors,
+            diagnosis=_unexplained("optimizer" if "buffers" not in found else "forward"),
+        )
+
+    def _first_bad_microbatch(self) -> int | None:
+        if not self.check_microbatches:
+            return None
+        for microbatch, largest in self._seen:
+            if not bool(torch.isfinite(largest)):
+                return microbatch
+        return self._seen[-1][0] + 1 if self._seen else 0
+
+    def _spread(self, tensors: Sequence[TensorEvidence]) -> str:
+        if self._view is None:
+            return ""
+        if not tensors:
+            return ", while every gradient is finite"
+        return f", and so are the gradients of {len(tensors)} of {len(self._view)} parameters"
+
+    def _in_microbatch(self, microbatch: int | None) -> str:
+        alone = not self._seen
+        return "" if microbatch is None or alone else f" (micro-batch {microbatch})"
+
+
+def _unexplained(phase: str, remedy: tuple[str, ...] = ()) -> Diagnosis:
+    return Diagnosis(cause="unknown", confidence=0.0, phase=phase, remedy=remedy)
+
+
+def _certain(evidence: Evidence) -> Finding:
+    return Finding(
+        kind=evidence.kind, value=torch.tensor(True), action=evidence.action, confirm=lambda: evidence
+    )
+
+
+def _initial(what: str, tensors: Sequence[TensorEvidence], kind: Kind, action: Action) -> Evidence:
+    first = tensors[0]
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return Evidence(
+        kind=kind,
+        action=action,
+        message=f"before the first step, {what} {first.name!r} holds {first.nonfinite} non-finite of "
+        f"{first.numel} values{more}",
+        tensors=tuple(tensors),
+        diagnosis=Diagnosis(
+            cause="setup",
+            confidence=0.95,
+            phase="setup",
+            module=first.name.rpartition(".")[0],
+            evidence=(f"{first.name} was not finite before anything was computed",),
+            remedy=(f"initialise {first.name!r}, or load a checkpoint that holds it",),
+        ),
+    )
+
+
+def _name(tensors: Sequence[TensorEvidence]) -> str:
+    return fold([tensor.name for tensor in tensors])

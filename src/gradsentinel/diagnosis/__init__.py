@@ -1,0 +1,1 @@
+"""What an incident turned out to be: cause, place and evidence."""

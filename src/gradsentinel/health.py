@@ -1,0 +1,89 @@
+"""Is the training state itself sound? Parameters, buffers and optimizer moments, by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gradsentinel.buffers import BufferShadow
+from gradsentinel.evidence import TensorEvidence
+from gradsentinel.gradients import GradientView
+from gradsentinel.host import Host
+from gradsentinel.inspection import local, nonfinite_in, without_infinities
+
+
+class StateHealth:
+    """Looks for non-finite values in the training state.
+
+    Infinities that were there before the first step in a buffer or a frozen parameter (an attention
+    mask of -inf, a running minimum that starts at inf) are part of the model and stay allowed there;
+    a NaN that comes later does not.
+    """
+
+    def __init__(self, host: Host, buffers: BufferShadow) -> None:
+        self._host = host
+        self._buffers = buffers
+        self._infinite: frozenset[str] = frozenset()
+        """What held an infinity, or worse, before the first step."""
+        self.nan_at_start: tuple[TensorEvidence, ...] = ()
+        """Buffers and frozen parameters that held NaN before the first step; not looked at any more."""
+
+    def learn(self) -> None:
+        """Note what is non-finite on purpose; call it before the first step; waits for the device."""
+        frozen = [(name, p) for name, p in self._host.named_parameters() if not p.requires_grad]
+        initial = [*frozen, *self._buffers.named()]
+        found = {entry.name for entry in nonfinite_in(initial)}
+        self._infinite = frozenset(found)
+        self.nan_at_start = nonfinite_in((n, without_infinities(t)) for n, t in initial if n in found)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, as far as they must be finite."""
+        return self._demanded(self._host.named_parameters())
+
+    def buffers(self, *, before_step: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers, as far as they must be finite: as they are, or as before the step in flight."""
+        return self._demanded(self._buffers.kept() if before_step else self._buffers.named())
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizers' state tensors as 'parameter:key'."""
+        names = {id(p): name for name, p in self._host.named_parameters()}
+        for optimizer in self._host.optimizers:
+            for parameter, state in optimizer.state.items():
+                if isinstance(state, Mapping):
+                    for key, value in state.items():
+                        if isinstance(value, Tensor):
+                            yield f"{names.get(id(parameter), '?')}:{key}", value
+
+    def scan(self, *, before_step: bool = False) -> dict[str, tuple[TensorEvidence, ...]]:
+        """Return what is non-finite among parameters, buffers and moments; waits for the device.
+
+        `before_step` looks at the buffers as they were before the step in flight: its forward pass
+        wrote to them, and dropping the step puts them back.
+        """
+        found = {
+            "parameters": nonfinite_in(self.parameters()),
+            "buffers": nonfinite_in(self.buffers(before_step=before_step)),
+            "moments": nonfinite_in(self.moments()),
+        }
+        return {part: tensors for part, tensors in found.items() if tensors}
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm of the local state, 0-dim, not finite if an element is; one pass, no wait."""
+        parts = itertools.chain(self.parameters(), self.buffers(), self.moments())
+        return GradientView((name, local(tensor)) for name, tensor in parts).total_norm
+
+    def _demanded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        hopeless = {entry.name for entry in self.nan_at_start}
+        for name, tensor in named:
+            if name not in self._infinite:
+                yield name, tensor
+            elif name not in hopeless:
+                yield name, without_infinities(tensor)
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """Say in a few words which parts of the state are non-finite."""
+    return ", ".join(f"{len(tensors)} of the {part}" for part, tensors in found.items())

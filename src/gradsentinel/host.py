@@ -1,0 +1,295 @@
+"""The training program as the sentinel sees it, and the one for plain PyTorch loops."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.gradients import GradientView
+
+
+class Host(Protocol):
+    """What the sentinel needs from a training program; each framework's adapter provides one."""
+
+    device: torch.device
+    """Where the first trainable parameter lives."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers that step the parameters."""
+
+    def modules(self) -> Sequence[tuple[str, nn.Module]]:
+        """Return the root modules with their name prefixes."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter once, trainable or not, with its full name."""
+
+    def stateful(self) -> Mapping[str, Any]:
+        """Return the further objects with state_dict/load_state_dict that make up the training state."""
+
+    def drop(self, optimizers: Sequence[Optimizer]) -> None:
+        """Forget the step's gradients so that the optimizers change nothing; exact, no wait."""
+
+    def restored(self) -> None:
+        """Hear that a snapshot was written back; forget what belonged to the step that is gone."""
+
+
+class TorchHost:
+    """A plain PyTorch loop: modules, optimizers, LR schedulers and, perhaps, a GradScaler.
+
+    Args:
+        model: one module, a sequence of modules, or a mapping from name prefix to module.
+        optimizer: one optimizer or several.
+        scheduler: LR scheduler(s), stepped after each applied step.
+        scaler: a torch.amp.GradScaler.
+        extra: further objects with state_dict and load_state_dict, by name.
+
+    Raises:
+        ConfigurationError: if one of them cannot be driven, saying why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._modules = _name_modules(model)
+        self._optimizers: tuple[Optimizer, ...] = _sequence(optimizer)
+        self.schedulers: tuple[Any, ...] = () if scheduler is None else _sequence(scheduler)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.extra = dict(extra or {})
+        self._check()
+        self._names: dict[int, str] = {}
+        self._order: list[tuple[str, Tensor]] = []
+        self._signature: tuple[int, ...] = ()
+        self._refresh()
+        if not self._order:
+            raise ConfigurationError("neither the model nor the optimizer has a parameter: nothing to watch")
+        real = [p for _, p in self._order if p.device.type != "meta"]
+        places = [p.device for p in real if p.requires_grad] or [p.device for p in real]
+        self.device = places[0] if places else torch.device("cpu")
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that step the parameters."""
+        return self._optimizers
+
+    def modules(self) -> Sequence[tuple[str, nn.Module]]:
+        """Return the root modules with their name prefixes."""
+        return self._modules
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter once: the model's in its order, then those only an optimizer knows."""
+        if self._signature != self._current_signature():
+            self._refresh()
+        return iter(self._order)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return a parameter's full name; raises KeyError for a stranger."""
+        return self._names[id(parameter)]
+
+    def gradients(
+        self, optimizers: Sequence[Optimizer] | None = None, *, norm_type: float = 2.0
+    ) -> GradientView:
+        """Return the view of the present gradients, of all parameters or of some optimizers' only."""
+        named = self.named_parameters()
+        if optimizers is not None and len(optimizers) < len(self.optimizers):
+            mine = {
+                id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+            }
+            named = ((name, parameter) for name, parameter in named if id(parameter) in mine)
+        return GradientView(
+            ((name, gradient) for name, p in named if (gradient := gradient_of(p)) is not None),
+            norm_type=norm_type,
+        )
+
+    def stateful(self) -> Mapping[str, Any]:
+        """Return schedulers, scaler and extra objects by name."""
+        found = {f"scheduler.{index}": scheduler for index, scheduler in enumerate(self.schedulers)}
+        if self.scaler is not None:
+            found["scaler"] = self.scaler
+        found.update({f"extra.{name}": entry for name, entry in self.extra.items()})
+        return found
+
+    def drop(self, optimizers: Sequence[Optimizer]) -> None:
+        """Set the gradients of the optimizers' parameters to None: a step then changes nothing at all.
+
+        Dropping for all optimizers takes in the parameters that none of them has: nobody clears those,
+        so one NaN in their gradients would condemn every later step.
+        """
+        dropped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(optimizers) == len(self.optimizers):
+            dropped += [parameter for _, parameter in self.named_parameters()]
+        for parameter in dropped:
+            parameter.grad = None
+            main_grad = getattr(parameter, "main_grad", None)
+            if isinstance(main_grad, Tensor):
+                main_grad.zero_()
+
+    def restored(self) -> None:
+        """Forget which optimizers the scaler had unscaled: those gradients are gone."""
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """Return the learning rate of each parameter group; a tensor learning rate on a device waits."""
+        return tuple(
+            float(group.get("lr", 0.0)) for optimizer in self.optimizers for group in optimizer.param_groups
+        )
+
+    # -- the pieces of a step ----------------------------------------------------------------------
+
+    def unscale(self, optimizers: Sequence[Optimizer]) -> tuple[Tensor | None, Tensor | None]:
+        """Unscale the gradients; return the loss scale and the overflow flag, or None without a scaler."""
+        if self.scaler is None:
+            return None, None
+        found: list[Tensor] = []
+        for optimizer in optimizers:
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                state = self.scaler._per_optimizer_states[id(optimizer)]
+                if state["stage"].name == "READY":
+                    self.scaler.unscale_(optimizer)
+                found.extend(state["found_inf_per_device"].values())
+        if not found:
+            return None, None
+        scale = self.scaler._scale
+        overflow = found[0] if len(found) == 1 else torch.stack([f.to(found[0].device) for f in found]).sum(0)
+        return scale, overflow
+
+    def apply(self, optimizers: Sequence[Optimizer]) -> None:
+        """Run the optimizers with the present gradients."""
+        for optimizer in optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                self.scaler.step(optimizer)
+
+    def finish(self, optimizers: Sequence[Optimizer], *, advance: bool) -> None:
+        """Close the step: update the scaler if it took part, step the schedulers, clear the gradients."""
+        if self.scaler is not None and any(
+            self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for optimizer in optimizers
+        ):
+            self.scaler.update()
+        if advance:
+            for scheduler in self.schedulers:
+                owner = getattr(scheduler, "optimizer", None)
+                if owner is None or any(owner is optimizer for optimizer in optimizers):
+                    scheduler.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if not self.optimizers:
+            raise ConfigurationError("give at least one optimizer")
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigurationError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+            if self._needs_closure(optimizer):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__}.step needs a closure and runs the model itself, so a step "
+                    "cannot be judged before it is made; use an optimizer without a closure"
+                )
+        for scheduler in self.schedulers:
+            if "metrics" in inspect.signature(scheduler.step).parameters:
+                raise ConfigurationError(
+                    f"{type(scheduler).__name__} steps on a metric, not on an optimizer step: call its "
+                    "step(metric) yourself, and give it as extra={'plateau': scheduler} to have it restored"
+                )
+            owner = getattr(scheduler, "optimizer", None)
+            if owner is not None and all(owner is not optimizer for optimizer in self.optimizers):
+                raise ConfigurationError(
+                    f"the {type(scheduler).__name__} belongs to an optimizer that was not given; "
+                    "give that optimizer too"
+                )
+        for name, entry in self.extra.items():
+            if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
+                raise ConfigurationError(
+                    f"extra {name!r} ({type(entry).__name__}) needs state_dict and load_state_dict methods"
+                )
+
+    @staticmethod
+    def _needs_closure(optimizer: Optimizer) -> bool:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+
+    def _current_signature(self) -> tuple[int, ...]:
+        return tuple(
+            id(p)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+
+    def _refresh(self) -> None:
+        """Read the names again: at start, and when an optimizer got a parameter it did not have."""
+        self._names.clear()
+        self._order.clear()
+        for prefix, module in self._modules:
+            for name, parameter in module.named_parameters():
+                self._remember(f"{prefix}.{name}" if prefix else name, parameter)
+        for index, optimizer in enumerate(self.optimizers):
+            for number, group in enumerate(optimizer.param_groups):
+                for position, parameter in enumerate(group["params"]):
+                    self._remember(f"optimizer{index}.group{number}.{position}", parameter)
+        self._signature = self._current_signature()
+
+    def _remember(self, name: str, parameter: Tensor) -> None:
+        if id(parameter) not in self._names:
+            self._names[id(parameter)] = name
+            self._order.append((name, parameter))
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return a parameter's gradient: `.grad`, or the `.main_grad` that some frameworks accumulate into."""
+    if parameter.grad is not None:
+        return parameter.grad
+    main_grad = getattr(parameter, "main_grad", None)
+    return main_grad if isinstance(main_grad, Tensor) else None
+
+
+def _name_modules(model: Any) -> list[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Module):
+        named = [("", model)]
+    elif isinstance(model, Mapping):
+        named = [(str(name), module) for name, module in model.items()]
+    elif isinstance(model, Iterable):
+        modules = list(model)
+        named = [("" if len(modules) == 1 else str(index), module) for index, module in enumerate(modules)]
+    else:
+        named = [("", model)]
+    for _, module in named:
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(f"{type(module).__name__} is not a torch.nn.Module")
+    return [(prefix, _unwrap(module)) for prefix, module in named]
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    """Look through torch.compile and DDP, so that names are those of the user's own model."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def _sequence(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+Forward = Callable[[nn.Module, Any], Tensor]
+"""How the loop computes the loss of a micro-batch: forward(model, batch) -> loss."""

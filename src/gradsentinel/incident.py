@@ -1,0 +1,242 @@
+"""The record of an incident: what, where, how bad, what was done about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from enum import Enum
+from numbers import Integral
+from typing import Any
+
+from gradsentinel.decision import Action, Kind, Severity
+from gradsentinel.errors import StoreError
+from gradsentinel.evidence import Diagnosis, Sample, TensorEvidence
+
+SCHEMA = 1
+
+
+class Outcome(str, Enum):
+    """What became of an incident."""
+
+    RETRIED = "retried"
+    RESCUED = "rescued"
+    SKIPPED = "skipped"
+    ROLLED_BACK = "rolled_back"
+    ABORTED = "aborted"
+    REPORTED = "reported"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What a responder did."""
+
+    outcome: Outcome
+    apply: bool
+    """True when gradients are ready now and the optimizer should step with them."""
+    message: str
+    step: int | None = None
+    """The step the run goes on from, where it is not the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One process of the job and its place in it."""
+
+    rank: int
+    host: str
+    device: str
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    """tp, pp, dp, cp, ep: those that exist in this job."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form; keys as in incident.json."""
+        return {"rank": self.rank, **self.coordinates, "host": self.host, "device": self.device}
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """One decision above CONTINUE, with its evidence; completed while it is handled, then written."""
+
+    id: str
+    step: int
+    kind: Kind
+    action: Action
+    """What was asked for; after recovery, the rung that was carried out."""
+    message: str
+    severity: Severity = Severity.WARNING
+    outcome: Outcome = Outcome.REPORTED
+    time: str = ""
+    detector: str = ""
+    tensors: tuple[TensorEvidence, ...] = ()
+    ranks: tuple[Rank, ...] = ()
+    microbatch: int | None = None
+    samples: tuple[Sample, ...] = ()
+    diagnosis: Diagnosis | None = None
+    recovery: str = ""
+    """What was done, in one sentence."""
+    loss: float | None = None
+    grad_norm: float | None = None
+    notes: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """The place in a few words: the sample if the data is bad, else the module or the tensors."""
+        if self.samples:
+            names = [
+                f"sample {s.position}" + (f" (id {s.id})" if s.id is not None else "") for s in self.samples
+            ]
+            return fold(names)
+        if self.diagnosis is not None and self.diagnosis.module:
+            return self.diagnosis.module
+        if self.kind is Kind.NONFINITE_LOSS:
+            return "the loss"  # the gradients only follow
+        return fold([tensor.name for tensor in self.tensors])
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form, with the schema version; floats may be NaN or Inf and are written as strings."""
+        return {
+            "schema": SCHEMA,
+            "id": self.id,
+            "step": self.step,
+            "time": self.time,
+            "kind": str(self.kind),
+            "severity": self.severity.label,
+            "action": self.action.label,
+            "outcome": str(self.outcome),
+            "message": self.message,
+            "detector": self.detector,
+            "parameters": [jsonable(tensor.as_dict()) for tensor in self.tensors],
+            "ranks": [rank.as_dict() for rank in self.ranks],
+            "microbatch": self.microbatch,
+            "samples": [
+                {"position": s.position, "id": jsonable(s.id), "field": s.field} for s in self.samples
+            ],
+            "diagnosis": None if self.diagnosis is None else jsonable(self.diagnosis.as_dict()),
+            "recovery": self.recovery,
+            "loss": jsonable(self.loss),
+            "grad_norm": jsonable(self.grad_norm),
+            "notes": list(self.notes),
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+            "details": jsonable(self.details),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Incident:
+        """Rebuild an incident from its JSON form; raises StoreError if it is foreign or too new."""
+        schema = data.get("schema")
+        if not isinstance(schema, int):
+            raise StoreError("not an incident: it has no schema version")
+        if schema > SCHEMA:
+            raise StoreError(
+                f"written by a newer GradSentinel (schema {schema}, this one reads {SCHEMA}); upgrade it"
+            )
+        try:
+            diagnosis = data["diagnosis"]
+            return cls(
+                id=_text(data["id"]),
+                step=int(data["step"]),
+                time=_text(data["time"]),
+                kind=Kind(data["kind"]),
+                severity=Severity[data["severity"].upper()],
+                action=Action.parse(data["action"]),
+                outcome=Outcome(data["outcome"]),
+                message=_text(data.get("message", "")),
+                detector=_text(data.get("detector", "")),
+                tensors=tuple(_tensor(entry) for entry in data["parameters"]),
+                ranks=tuple(_rank(entry) for entry in data["ranks"]),
+                microbatch=None if data["microbatch"] is None else int(data["microbatch"]),
+                samples=tuple(_sample(entry) for entry in data["samples"]),
+                diagnosis=None if diagnosis is None else _diagnosis(diagnosis),
+                recovery=_text(data.get("recovery", "")),
+                loss=_number(data.get("loss")),
+                grad_norm=_number(data.get("grad_norm")),
+                notes=_texts(data.get("notes", ())),
+                seconds={name: float(value) for name, value in data["seconds"].items()},
+                details=dict(data.get("details", {})),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise StoreError(f"not a complete incident: {type(error).__name__} {error}") from error
+
+
+def now() -> str:
+    """Return the time as in incident.json: UTC, to the second."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def fold(names: Sequence[str], limit: int = 3) -> str:
+    """Return the names as one phrase, the long tail counted instead of listed."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def jsonable(value: Any) -> Any:
+    """JSON has no NaN and no Inf: write them as the strings that float() reads back; strangers as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(entry) for entry in value]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return int(value) if isinstance(value, Integral) else f"{value}"
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{values!r:.40} is no list")
+    return tuple(_text(value) for value in values)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _tensor(entry: Mapping[str, Any]) -> TensorEvidence:
+    index = entry.get("first_index")
+    return TensorEvidence(
+        name=_text(entry["name"]),
+        nonfinite=int(entry["nonfinite"]),
+        numel=int(entry["numel"]),
+        norm=float(entry["norm"]),
+        first_index=None if index is None else tuple(int(position) for position in index),
+    )
+
+
+def _sample(entry: Mapping[str, Any]) -> Sample:
+    return Sample(position=int(entry["position"]), id=entry.get("id"), field=_text(entry.get("field", "")))
+
+
+def _rank(entry: Mapping[str, Any]) -> Rank:
+    known = {"rank", "host", "device"}
+    coordinates = {key: int(value) for key, value in entry.items() if key not in known}
+    return Rank(
+        rank=int(entry["rank"]),
+        host=_text(entry["host"]),
+        device=_text(entry["device"]),
+        coordinates=coordinates,
+    )
+
+
+def _diagnosis(entry: Mapping[str, Any]) -> Diagnosis:
+    places = {name: entry.get(name) for name in ("phase", "module", "op", "node", "source")}
+    return Diagnosis(
+        cause=_text(entry["cause"]),
+        confidence=float(entry["confidence"]),
+        **{name: None if value is None else _text(value) for name, value in places.items()},
+        evidence=_texts(entry.get("evidence", ())),
+        remedy=_texts(entry.get("remedy", ())),
+    )
