@@ -1,0 +1,234 @@
+"""What the doctor makes of the facts: one function for each thing that is looked at."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from gradsentinel.wording import size_of
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_ESSENTIAL = {"torch": "2.6", "safetensors": "0.4.3"}
+_LITTLE_DISK = 1 << 30  # bytes
+
+
+class State(str, Enum):
+    """The result of a check."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Worth knowing; training works."""
+    BROKEN = "broken"
+    """Essential, and it does not work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+    """What to do about it; empty if nothing."""
+
+    def as_dict(self) -> dict[str, str]:
+        """JSON form."""
+        return {"name": self.name, "state": self.state.value, "found": self.found, "remedy": self.remedy}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device that torch can see."""
+
+    name: str
+    """As torch writes it: cpu, cuda:0, npu:3."""
+    what: str
+    works: bool = True
+    """True when a small sum came out right."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"name": self.name, "what": self.what, "works": self.works}
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers a version begins with: (2, 6, 0) for 2.6.0a1+cpu."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in match[0].split(".")) if match else ()
+
+
+def is_older(version: str, minimum: str) -> bool:
+    """Return True if a version is below a minimum; one that cannot be read is not."""
+    numbers, least = release(version), release(minimum)
+    length = max(len(numbers), len(least))
+    return bool(numbers) and _padded(numbers, length) < _padded(least, length)
+
+
+def _padded(numbers: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return numbers + (0,) * (length - len(numbers))
+
+
+def check_version(name: str, version: str | None) -> Check:
+    """Judge the version of an essential package."""
+    minimum = _ESSENTIAL[name]
+    if version is not None and not is_older(version, minimum):
+        return Check(name=name, state=State.OK, found=version)
+    return Check(
+        name=name,
+        state=State.BROKEN,
+        found="missing" if version is None else f"{version}, but {minimum} or newer is needed",
+        remedy=f"pip install --upgrade '{name}>={minimum}'",
+    )
+
+
+def check_torch(version: str | None, problem: str) -> Check:
+    """Judge torch: its version, and whether it could be imported (`problem` says why not)."""
+    if not problem or version is None:
+        return check_version("torch", version)
+    remedy = "reinstall torch"
+    if AUTOLOAD in problem:
+        remedy = f"export {AUTOLOAD}=0, or set up the driver of that backend (Ascend: source set_env.sh)"
+    return Check(
+        name="torch",
+        state=State.BROKEN,
+        found=f"{version}, but importing it failed: {problem}",
+        remedy=remedy,
+    )
+
+
+def check_devices(devices: tuple[Device, ...], complaints: list[str]) -> Check:
+    """Judge the devices, and what torch had to say when it was asked for them."""
+    silent = [device.name for device in devices if not device.works]
+    if silent:
+        return Check(
+            name="devices",
+            state=State.BROKEN,
+            found=f"{', '.join(silent)} cannot add two numbers",
+            remedy="see the message above; check the driver, or hide the device "
+            "(CUDA_VISIBLE_DEVICES, ASCEND_RT_VISIBLE_DEVICES)",
+        )
+    accelerators = [device.name for device in devices if device.name != "cpu"]
+    if not accelerators and complaints:
+        return Check(
+            name="devices",
+            state=State.NOTE,
+            found=f"cpu only; torch says: {complaints[0]}",
+            remedy="if there should be an accelerator, check its driver and that torch was built for it",
+        )
+    return Check(name="devices", state=State.OK, found=", ".join(accelerators) or "cpu only")
+
+
+def check_backends(backends: Mapping[str, str], autoload: str) -> Check | None:
+    """Judge the device backends that `import torch` loads by itself; None if none is installed.
+
+    Args:
+        backends: what is wrong with each installed backend, empty if nothing.
+        autoload: the value of TORCH_DEVICE_BACKEND_AUTOLOAD.
+    """
+    if not backends:
+        return None
+    failing = {name: problem for name, problem in backends.items() if problem}
+    if failing:
+        name, problem = next(iter(failing.items()))
+        return Check(
+            name="backends",
+            state=State.NOTE,
+            found=f"{name} is installed and cannot be loaded: {problem}",
+            remedy=f"keep {AUTOLOAD}=0, or set up its driver (Ascend: source set_env.sh), or uninstall it",
+        )
+    if autoload != "1":
+        return Check(
+            name="backends",
+            state=State.NOTE,
+            found=f"{', '.join(backends)} could be loaded, but {AUTOLOAD}={autoload}",
+            remedy=f"unset {AUTOLOAD}, or import the backend in your script",
+        )
+    return Check(name="backends", state=State.OK, found=f"{', '.join(backends)} loaded")
+
+
+def check_npu_version(torch_version: str | None, npu_version: str | None) -> Check | None:
+    """Judge whether torch_npu was made for this torch; None if it is not installed."""
+    if torch_version is None or npu_version is None:
+        return None
+    mine, theirs = release(torch_version)[:2], release(npu_version)[:2]
+    if mine == theirs:
+        return Check(name="torch_npu", state=State.OK, found=f"{npu_version} for torch {torch_version}")
+    wanted = ".".join(map(str, mine))
+    return Check(
+        name="torch_npu",
+        state=State.NOTE,
+        found=f"{npu_version} was not made for torch {torch_version}",
+        remedy=f"pip install 'torch-npu=={wanted}.*', or the torch of torch_npu's version",
+    )
+
+
+def check_distributed(backends: tuple[str, ...] | None) -> Check:
+    """Judge torch.distributed by the backends it has; None: it was not built in."""
+    if backends:
+        return Check(name="distributed", state=State.OK, found=", ".join(backends))
+    return Check(
+        name="distributed",
+        state=State.NOTE,
+        found="torch.distributed is not available" if backends is None else "no backend",
+        remedy="for runs of several processes install a torch that has it; one process needs none",
+    )
+
+
+def check_determinism(kinds: set[str], environment: Mapping[str, str]) -> Check:
+    """Judge whether a step that is computed again can come out the same, bit for bit."""
+    missing = []
+    if "cuda" in kinds and not environment.get("CUBLAS_WORKSPACE_CONFIG"):
+        missing.append("CUBLAS_WORKSPACE_CONFIG=:4096:8")
+    if "npu" in kinds and environment.get("HCCL_DETERMINISTIC", "").lower() not in {"true", "strict"}:
+        missing.append("HCCL_DETERMINISTIC=true")
+    if not missing:
+        return Check(name="determinism", state=State.OK, found="nothing in the environment stands against it")
+    return Check(
+        name="determinism",
+        state=State.NOTE,
+        found="a step that is computed again may differ in the last bits",
+        remedy=f"export {' '.join(missing)}, and torch.use_deterministic_algorithms(True) in the script",
+    )
+
+
+def check_directory(path: str) -> Check:
+    """Judge the directory that runs are written to by writing to it."""
+    try:
+        directory = os.path.realpath(path)
+        with tempfile.TemporaryFile(dir=directory):
+            free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return Check(
+            name="directory",
+            state=State.NOTE,
+            found=f"the current directory cannot be written to: {error.strerror}",
+            remedy="give run_dir= a directory that can, or go to one",
+        )
+    if free < _LITTLE_DISK:
+        return Check(
+            name="directory",
+            state=State.NOTE,
+            found=f"only {size_of(free)} free",
+            remedy="snapshots and incident bundles need room: give run_dir= another disk",
+        )
+    return Check(name="directory", state=State.OK, found=f"can be written to, {size_of(free)} free")
+
+
+def check_encoding(encoding: str | None) -> Check:
+    """Judge the encoding of what is printed."""
+    name = (encoding or "unknown").lower()
+    if name.replace("-", "").startswith("utf"):
+        return Check(name="encoding", state=State.OK, found=name)
+    return Check(
+        name="encoding",
+        state=State.NOTE,
+        found=f"{name}: other characters are printed as escapes",
+        remedy="export PYTHONIOENCODING=utf-8, or LANG=C.UTF-8",
+    )

@@ -1,0 +1,40 @@
+"""Values as people read them in a terminal."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+
+def printable(value: object) -> str:
+    r"""Return a value as one line of text that a terminal shows and does not obey.
+
+    Line breaks and tabs become spaces; control, formatting and other invisible characters are written as
+    escapes, such as `\x1b`.
+    """
+    return "".join(_visible(character) for character in str(value))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it: `0.4 ms`, `31 ms`, `1.2 s`, `95 s`."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.1f} ms" if seconds < 0.00995 else f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+def size_of(size: float) -> str:
+    """Return a number of bytes for people: `512 B`, `1.5 KiB`, `2.0 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _visible(character: str) -> str:
+    if character.isprintable():
+        return character
+    blank = character in "\n\t" or unicodedata.category(character) == "Zs"
+    return " " if blank else character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,310 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gradsentinel import __version__, cli
+from gradsentinel.checks import (
+    AUTOLOAD,
+    Check,
+    Device,
+    State,
+    check_backends,
+    check_determinism,
+    check_devices,
+    check_directory,
+    check_distributed,
+    check_encoding,
+    check_npu_version,
+    check_torch,
+    check_version,
+    is_older,
+    release,
+)
+from gradsentinel.doctor import PARTS, Report, examine, installed
+
+CPU = Device(name="cpu", what="2 cores")
+GPU = Device(name="cuda:0", what="a GPU")
+DEAD = Device(name="npu:1", what="RuntimeError: device lost", works=False)
+
+
+def install(folder, name, version, *, entry_points="", code=None):
+    """Make a distribution that can be found on a path: its metadata and, perhaps, a module."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    if code is not None:
+        (folder / f"{name}.py").write_text(code)
+
+
+def doctor(path, *options, **environment):
+    """Run the command in a process that finds `path` first."""
+    kept = {name: value for name, value in os.environ.items() if name not in {AUTOLOAD, "COLUMNS"}}
+    return subprocess.run(  # noqa: S603 - ours
+        [sys.executable, "-m", "gradsentinel", "doctor", *options],
+        env={**kept, "PYTHONPATH": str(path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def check_of(report, name):
+    (found,) = [check for check in report["checks"] if check["name"] == name]
+    return found
+
+
+# -- on this machine -----------------------------------------------------------------------------------
+
+
+def test_the_doctor_finds_what_is_here():
+    report = examine()
+    assert report.healthy
+    assert report.versions["gradsentinel"] == __version__
+    assert report.versions["torch"] == torch.__version__
+    assert report.versions["safetensors"] == metadata.version("safetensors")
+    assert report.versions["python"] == sys.version.split()[0]
+    assert report.devices[0].name == "cpu"
+    kinds = {"cuda": torch.cuda, "mps": torch.mps}
+    seen = [device.name for device in report.devices if device.name.partition(":")[0] in kinds]
+    there = [f"{kind}:{i}" for kind, module in kinds.items() for i in range(module.device_count())]
+    assert seen == there
+    assert all(device.works for device in report.devices)
+    assert {check.name for check in report.checks} >= {
+        *("torch", "safetensors", "devices", "distributed", "determinism", "directory", "encoding")
+    }
+
+
+def test_parts_are_what_the_metadata_says():
+    parts = {part["name"]: part for part in examine().parts}
+    assert list(parts) == [
+        *("tensorboard", "matplotlib", "lightning", "transformers", "accelerate"),
+        *("megatron-core", "torch-npu", "numpy"),
+    ]
+    there = {distribution.name.lower().replace("_", "-") for distribution in metadata.distributions()}
+    for name, part in parts.items():
+        assert (part["version"] is not None) == (name in there)
+        assert part["install"].startswith("pip install ")
+    assert parts["numpy"]["version"] == metadata.version("numpy")
+    assert parts["numpy"]["enough"]
+
+
+def test_the_pip_lines_and_minimum_versions_are_those_of_the_extras():
+    requirements = [Requirement(line) for line in metadata.requires("gradsentinel")]
+    for part in PARTS:
+        extra = re.search(r"gradsentinel\[(\w+)\]", part.install)
+        wanted = {"extra": extra[1] if extra else "test", "platform_system": "Linux"}
+        (minimum,) = [
+            str(one.specifier)
+            for one in requirements
+            if one.name.replace("_", "-").lower() == part.names[0] and one.marker.evaluate(wanted)
+        ]
+        assert minimum == f">={part.minimum}", part
+    essential = {one.name: str(one.specifier) for one in requirements if one.marker is None}
+    for name in ("torch", "safetensors"):
+        minimum = essential[name].removeprefix(">=")
+        assert check_version(name, minimum).state is State.OK
+        assert minimum in check_version(name, "0.1").remedy
+
+
+def test_the_command_prints_the_report():
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    words = " ".join(result.stdout.split())
+    told = [f"torch {torch.__version__}", f"gradsentinel {__version__}", "Everything essential works."]
+    told += ["pip install 'gradsentinel[npu]'" if installed("torch-npu") is None else "Ascend NPUs"]
+    assert [text for text in told if text not in words] == []
+
+
+def test_as_json_it_prints_one_object():
+    result = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    report = json.loads(result.stdout)
+    assert report.keys() == {"schema", "healthy", "versions", "devices", "parts", "checks"}
+    assert report["healthy"] is True
+    assert check_of(report, "torch") == {
+        "name": "torch",
+        "state": "ok",
+        "found": torch.__version__,
+        "remedy": "",
+    }
+
+
+# -- with other packages -------------------------------------------------------------------------------
+
+BACKEND = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
+NO_DRIVER = "raise ImportError('libascend_hal.so: cannot open shared object file')"
+
+
+def test_parts_are_not_imported_and_something_broken_is_exit_code_1(tmp_path):
+    for name, version in (("torch_npu", "2.1.0"), ("lightning", "1.9"), ("matplotlib", "99.0")):
+        install(tmp_path, name, version, code=f"raise SystemExit('{name} was imported')")
+    install(tmp_path, "safetensors", "0.3.1")
+    done = doctor(tmp_path, "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    report = json.loads(done.stdout)
+    assert report["healthy"] is False
+    assert check_of(report, "safetensors")["state"] == "broken"
+    assert "pip install --upgrade 'safetensors>=" in check_of(report, "safetensors")["remedy"]
+    parts = {part["name"]: (part["version"], part["enough"]) for part in report["parts"]}
+    assert parts["torch-npu"] == ("2.1.0", False)
+    assert parts["lightning"] == ("1.9", False)
+    assert parts["matplotlib"] == ("99.0", True)
+    assert "was not made for" in check_of(report, "torch_npu")["found"]
+    text = " ".join(doctor(tmp_path).stdout.split())
+    assert "Broken: safetensors." in text
+    assert "lightning 1.9 too old: pip install 'gradsentinel[lightning]'" in text
+
+
+def test_a_backend_without_its_driver_is_told_by_its_own_words(tmp_path):
+    install(tmp_path, "torch_npu", torch.__version__, entry_points=BACKEND, code=NO_DRIVER)
+    done = doctor(tmp_path, "--json", **{AUTOLOAD: "0"})
+    assert (done.returncode, done.stderr) == (0, "")
+    check = check_of(json.loads(done.stdout), "backends")
+    assert check["state"] == "note"
+    assert "ImportError: libascend_hal.so" in check["found"]
+    assert f"keep {AUTOLOAD}=0" in check["remedy"]
+
+
+def test_a_backend_that_works_but_is_switched_off_is_told(tmp_path):
+    install(tmp_path, "torch_npu", torch.__version__, entry_points=BACKEND, code="def _autoload(): pass")
+    off = check_of(json.loads(doctor(tmp_path, "--json", **{AUTOLOAD: "0"}).stdout), "backends")
+    assert (off["state"], off["remedy"].split(",")[0]) == ("note", f"unset {AUTOLOAD}")
+    on = check_of(json.loads(doctor(tmp_path, "--json").stdout), "backends")
+    assert (on["state"], on["found"]) == ("ok", "torch_npu loaded")
+
+
+# -- judgements ----------------------------------------------------------------------------------------
+
+JUDGEMENTS = [
+    (check_torch("2.5.1+cu121", ""), State.BROKEN, "pip install --upgrade 'torch>=2.6'"),
+    (check_torch("2.6.0", ""), State.OK, ""),
+    (check_torch("2.10.0a0+git1", ""), State.OK, ""),
+    (check_torch(None, "ModuleNotFoundError: no torch"), State.BROKEN, "pip install"),
+    (
+        check_torch("2.9.0", f"RuntimeError: Failed to load. Set {AUTOLOAD}=0"),
+        State.BROKEN,
+        f"export {AUTOLOAD}=0",
+    ),
+    (check_torch("2.9.0", "OSError: libcudart.so.12"), State.BROKEN, "reinstall"),
+    (check_version("safetensors", None), State.BROKEN, "pip install"),
+    (check_version("safetensors", "0.4.2"), State.BROKEN, "'safetensors>=0.4.3'"),
+    (check_version("safetensors", "unknown"), State.OK, ""),
+    (check_devices((CPU,), []), State.OK, ""),
+    (check_devices((CPU,), ["The NVIDIA driver is too old"]), State.NOTE, "driver"),
+    (check_devices((CPU, GPU), ["something harmless"]), State.OK, ""),
+    (check_devices((CPU, GPU, DEAD), []), State.BROKEN, "ASCEND_RT_VISIBLE_DEVICES"),
+    (check_backends({"torch_npu": ""}, "1"), State.OK, ""),
+    (check_backends({"torch_npu": ""}, "0"), State.NOTE, f"unset {AUTOLOAD}"),
+    (check_backends({"a": "", "torch_npu": "ImportError: x"}, "0"), State.NOTE, "set_env.sh"),
+    (check_npu_version("2.9.1+cpu", "2.9.0.post2"), State.OK, ""),
+    (check_npu_version("2.10.0", "2.1.0"), State.NOTE, "torch-npu==2.10.*"),
+    (check_distributed(("gloo", "hccl")), State.OK, ""),
+    (check_distributed(()), State.NOTE, "install"),
+    (check_distributed(None), State.NOTE, "install"),
+    (check_determinism({"cpu"}, {}), State.OK, ""),
+    (check_determinism({"cpu", "cuda"}, {}), State.NOTE, "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+    (check_determinism({"cpu", "cuda"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}), State.OK, ""),
+    (
+        check_determinism({"cpu", "npu"}, {"HCCL_DETERMINISTIC": "FALSE"}),
+        State.NOTE,
+        "HCCL_DETERMINISTIC=true",
+    ),
+    (check_determinism({"cpu", "npu"}, {"HCCL_DETERMINISTIC": "true"}), State.OK, ""),
+    (check_encoding("utf-8"), State.OK, ""),
+    (check_encoding("UTF8"), State.OK, ""),
+    (check_encoding("ANSI_X3.4-1968"), State.NOTE, "PYTHONIOENCODING=utf-8"),
+    (check_encoding(None), State.NOTE, "PYTHONIOENCODING=utf-8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "state", "remedy"), JUDGEMENTS, ids=[f"{c.name}-{c.found}" for c, *_ in JUDGEMENTS]
+)
+def test_judgements(check, state, remedy):
+    assert check.state is state
+    assert remedy in check.remedy
+    assert bool(check.remedy) == (state is not State.OK)
+
+
+def test_what_is_not_installed_is_not_judged():
+    assert check_backends({}, "0") is None
+    assert check_npu_version("2.9.0", None) is None
+    assert check_npu_version(None, "2.9.0") is None
+
+
+def test_the_directory_is_judged_by_writing_to_it(tmp_path):
+    assert check_directory(tmp_path).state is not State.BROKEN
+    assert list(tmp_path.iterdir()) == []
+    missing = check_directory(tmp_path / "missing")
+    assert (missing.state, missing.found.split(": ")[1]) == (State.NOTE, os.strerror(2))
+
+
+def test_a_directory_one_may_not_write_to(tmp_path):
+    tmp_path.chmod(0o555)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)  # root may write anywhere
+    try:
+        check = check_directory(tmp_path)
+    finally:
+        if root:
+            os.seteuid(0)
+        tmp_path.chmod(0o755)
+    assert (check.state, check.found.split(": ")[1]) == (State.NOTE, os.strerror(13))
+    assert "run_dir=" in check.remedy
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [("2.6", "2.6.0"), ("2.9.1", "2.10"), ("2.5.1+cu121", "2.6"), ("0.4.2", "0.4.3"), ("3", "2.99.99")],
+)
+def test_versions_compare_as_everybody_else_compares_them(versions):
+    for one, other in (versions, versions[::-1]):
+        assert is_older(one, other) == (Version(one) < Version(other))
+
+
+def test_a_version_that_cannot_be_read_is_not_too_old():
+    assert release("unknown") == ()
+    assert not is_older("unknown", "1.0")
+
+
+def test_the_report_shows_what_is_broken_and_never_obeys_what_it_prints():
+    report = Report(
+        versions={"torch": "\x1b[31m2.0"},
+        devices=(CPU, Device(name="cuda:0", what="[red]\x1b[2Jfailed", works=False)),
+        parts=tuple(part.as_dict() for part in PARTS),
+        checks=(
+            check_torch("2.5", ""),
+            Check(name="encoding", state=State.NOTE, found="[bold]ascii", remedy="do \x07 this"),
+        ),
+    )
+    assert not report.healthy
+    console = Console(width=200)
+    for width in (20, 60, 80):
+        with console.capture() as capture:
+            console.print(report, width=width)
+        assert max(map(len, capture.get().splitlines())) <= width
+    with console.capture() as capture:
+        console.print(report)
+    text = capture.get()
+    assert all(character.isprintable() or character == "\n" for character in text)
+    told = [
+        "Broken: torch.",
+        "[red]\\x1b[2Jfailed",
+        "[bold]ascii",
+        "-> do \\x07 this",
+        "-> pip install --upgrade",
+    ]
+    assert [words for words in told if words not in text] == []
+    assert json.loads(json.dumps(report.as_dict()))["healthy"] is False
