@@ -1,0 +1,81 @@
+"""Runs a function on several ranks that talk through gloo: forked, file rendezvous, hard timeout."""
+
+import io
+import multiprocessing
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, folder: Path, *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Call `function(rank, *args)` on each rank and return the results by rank."""
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    rendezvous = folder / "rendezvous"
+    rendezvous.unlink(missing_ok=True)
+    processes = [
+        context.Process(target=_main, args=(rank, world_size, rendezvous, results, function, args))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(answers) < world_size:
+            try:
+                rank, error, value = results.get(timeout=0.2)
+            except queue.Empty:
+                dead = [
+                    r for r, p in enumerate(processes) if p.exitcode not in (None, 0) and r not in answers
+                ]
+                if dead:
+                    raise RankFailedError(f"ranks {dead} died") from None
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(world_size)) - set(answers))
+                    raise RankFailedError(f"ranks {missing} gave no answer in {timeout} s: a hang") from None
+                continue
+            if error is not None:
+                raise RankFailedError(f"rank {rank}:\n{error}")
+            answers[rank] = value
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [torch.load(io.BytesIO(answers[rank]), weights_only=False) for rank in range(world_size)]
+
+
+def _main(
+    rank: int,
+    world_size: int,
+    rendezvous: Path,
+    results: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+        torch.manual_seed(1234)
+        value = function(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        packed = io.BytesIO()
+        torch.save(value, packed)  # a queue would share the tensors' memory with a process that is gone
+        results.put((rank, None, packed.getvalue()))
+    except BaseException:  # noqa: BLE001 - whatever it was, the test must hear of it
+        results.put((rank, traceback.format_exc(), None))
