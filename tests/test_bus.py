@@ -310,7 +310,11 @@ def test_a_function_that_raises_is_reported_and_switched_off(run_dir):
         ("no finding", "returned str"),
         (3, "TypeError"),
         (True, "TypeError"),
-        (Finding(kind=Kind.CUSTOM, value=torch.zeros(2)), r"shape (2,)"),
+        (Finding(kind=Kind.CUSTOM, value=torch.zeros(2)), "shape (2,)"),
+        (Finding(kind=Kind.CUSTOM, value=torch.ones((), device="meta")), "on meta; it must be a real number"),
+        (Finding(kind=Kind.CUSTOM, value=torch.tensor(1j)), "complex64 on cpu; it must be a real number"),
+        (Finding(kind=Kind.CUSTOM, value=torch.tensor(1.0), limit="2"), "limit is a str"),
+        (Finding(kind=Kind.CUSTOM, value=torch.tensor(1.0), action="skip"), "action is 'skip'"),
         ([Finding(kind=Kind.CUSTOM, value=torch.tensor(0.0)), "more"], "returned str"),
     ],
 )

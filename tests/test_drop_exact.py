@@ -341,3 +341,15 @@ def test_an_uninitialised_parameter_is_named_before_any_step(run_dir):
         0,
         Outcome.ABORTED,
     )
+
+
+@pytest.mark.parametrize("microbatch", [0, 1, 2, 3])
+def test_the_bad_micro_batch_is_named_after_a_short_window_too(microbatch, run_dir):
+    """The last window of an epoch of ten batches has two; the first of the next epoch has four again."""
+    run = build(accumulate=4)
+    batches = make_batches(10)
+    with run.sentinel([NanCallback()], run_dir=run_dir) as sentinel:
+        finish(train_watched(run, sentinel, batches))
+        finish(train_watched(run, sentinel, batches, spoil=Spoiler("gradient", frozenset({microbatch}))))
+    (incident,) = sentinel.incidents
+    assert (incident.step, incident.microbatch) == (3, microbatch)

@@ -202,7 +202,7 @@ def test_an_incident_names_the_numbers_of_its_step(run_dir):
     assert math.isnan(incident.grad_norm)
     assert incident.detector == "NanCallback"
     assert [rank.rank for rank in incident.ranks] == [0]
-    assert set(incident.seconds) == {"detect", "recover"}
+    assert set(incident.seconds) >= {"detect", "recover"}
     assert all(value >= 0 for value in incident.seconds.values())
     (tensor,) = incident.tensors
     assert (tensor.name, tensor.nonfinite, tensor.first_index) == ("head.weight", 1, (1, 2))

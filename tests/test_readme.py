@@ -93,6 +93,23 @@ def test_the_callback_of_the_readme_reports_vanished_gradients(in_temporary_dire
     assert [(i.step, i.kind, i.action) for i in sentinel.incidents] == [(1, Kind.CUSTOM, Action.WARN)]
 
 
+def test_what_the_page_on_many_ranks_shows_is_in_the_examples():
+    scripts = [(ROOT / "examples" / name).read_text(encoding="utf-8") for name in ("ddp.py", "fsdp2.py")]
+    written = {line.strip() for script in scripts for line in script.splitlines()}
+    shown = [block for block in blocks(ROOT / "docs" / "distributed.md") if block.language == "python"]
+    assert shown
+    for block in shown:
+        for line in block.code.splitlines():
+            assert line.strip() in written, f"distributed.md:{block.line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_scripts_that_commands_name_are_there(page):
+    commands = [block.code for block in blocks(page) if block.language == "sh"]
+    named = [name for command in commands for name in re.findall(r"\S+\.py\b", command)]
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_both_readmes_show_the_same_code_and_the_same_output():
     english, chinese = blocks(ENGLISH), blocks(CHINESE)
     assert [block.language for block in english] == [block.language for block in chinese]

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from gradsentinel._version import __version__
 
 if TYPE_CHECKING:
+    from gradsentinel.archive import ArchiveError
     from gradsentinel.callback import Callback, Detector, Responder
     from gradsentinel.callbacks import (
+        CrossRankCallback,
         EventLog,
         MagnitudeCallback,
         NanCallback,
+        Resync,
         Rollback,
         Skip,
         SnapshotSaver,
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from gradsentinel.decision import Action, Kind, Severity
     from gradsentinel.errors import (
         ConfigurationError,
+        ConsensusError,
         GradSentinelError,
         RecoveryFailed,
         StoreError,
@@ -42,11 +46,17 @@ if TYPE_CHECKING:
     from gradsentinel.evidence import Diagnosis, Evidence, Finding
     from gradsentinel.incident import Incident, Outcome, Recovery
     from gradsentinel.sentinel import Sentinel
+    from gradsentinel.snapshot import SnapshotMismatch
 
 _HOMES = {
+    "ArchiveError": "gradsentinel.archive",
+    "SnapshotMismatch": "gradsentinel.snapshot",
     "Callback": "gradsentinel.callback",
     "Detector": "gradsentinel.callback",
     "Responder": "gradsentinel.callback",
+    "CrossRankCallback": "gradsentinel.callbacks",
+    "Resync": "gradsentinel.callbacks",
+    "ConsensusError": "gradsentinel.errors",
     "EventLog": "gradsentinel.callbacks",
     "MagnitudeCallback": "gradsentinel.callbacks",
     "NanCallback": "gradsentinel.callbacks",
@@ -88,10 +98,13 @@ __all__ = [
     "Action",
     "AfterBackward",
     "AfterStep",
+    "ArchiveError",
     "Batch",
     "BeforeClip",
     "Callback",
     "ConfigurationError",
+    "ConsensusError",
+    "CrossRankCallback",
     "Detector",
     "Diagnosis",
     "DiagnosisEvent",
@@ -110,12 +123,14 @@ __all__ = [
     "RecoveryEvent",
     "RecoveryFailed",
     "Responder",
+    "Resync",
     "Rollback",
     "RunEnd",
     "RunStart",
     "Sentinel",
     "Severity",
     "Skip",
+    "SnapshotMismatch",
     "SnapshotSaver",
     "StepStart",
     "StoreError",

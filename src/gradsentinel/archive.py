@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gradsentinel.errors import GradSentinelError
 from gradsentinel.tree import NATIVE_DTYPES, UnsupportedStateError, flatten, unflatten
 
 _FORMAT = 1  # of the manifest; the schema is that of the state in it
@@ -39,7 +40,7 @@ _CHUNK = 16 * 2**20
 _DAY = 24 * 3600.0
 
 
-class ArchiveError(RuntimeError):
+class ArchiveError(GradSentinelError, RuntimeError):
     """An archive cannot be written or read; the message says why in one sentence."""
 
 

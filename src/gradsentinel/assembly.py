@@ -3,62 +3,97 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-from gradsentinel.callback import Callback
+from gradsentinel.blame import judge_origin
+from gradsentinel.callback import Callback, Responder
 from gradsentinel.consensus import default_consensus
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.health import StateHealth
-from gradsentinel.host import Host
-from gradsentinel.incident import Rank
+from gradsentinel.host import TorchHost
+from gradsentinel.inquiry import Diagnoser, Examiner
+from gradsentinel.replicas import find_replicas
 from gradsentinel.run import Run
 from gradsentinel.scene import Scene
 from gradsentinel.store import RunDirectory
-from gradsentinel.watch import Examiner
+from gradsentinel.topology import find_mesh, this_rank
+
+logger = logging.getLogger("gradsentinel")
 
 
-def with_defaults(callbacks: Sequence[Callback]) -> list[Callback]:
+def with_defaults(callbacks: Sequence[Callback] | None) -> list[Callback]:
     """Add the callbacks that every run needs and that were not given."""
     from gradsentinel.callbacks.event_log import EventLog  # noqa: PLC0415 - the core does not depend on callbacks
+    from gradsentinel.callbacks.nan import NanCallback  # noqa: PLC0415 - likewise
     from gradsentinel.callbacks.skip import Skip  # noqa: PLC0415 - likewise
+
+    if callbacks is None:
+        callbacks = [NanCallback()]
 
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
         raise ConfigurationError(f"callbacks must be a list, got {type(callbacks).__name__}")
     full = list(callbacks)
+    if not any(isinstance(callback, Callback) and _watches(callback) for callback in full):
+        logger.warning("none of the callbacks detects anything: add NanCallback() to be protected")
     for default in (Skip, EventLog):
         if not any(isinstance(callback, default) for callback in full):
             full.append(default())
     return full
 
 
+def _watches(callback: Callback) -> bool:
+    """True if the callback may return findings about a step."""
+    methods = ("on_after_backward", "on_before_clip", "on_after_step")
+    return not isinstance(callback, Responder) and any(
+        getattr(type(callback), method) is not getattr(Callback, method) for method in methods
+    )
+
+
 def default_examiners() -> list[Examiner]:
     """Return what looks closer at evidence by default."""
     from gradsentinel.diagnosis.scan import scan  # noqa: PLC0415 - the core does not depend on the diagnosis
 
-    return [scan]
+    return [judge_origin, scan]
 
 
-def make_run(host: Host, run_dir: str | os.PathLike[str] | None) -> Run:
+def default_diagnosers() -> list[Diagnoser]:
+    """Return what finds out more about an incident by default."""
+    from gradsentinel.diagnosis.diagnose import diagnose  # noqa: PLC0415 - the core does not depend on the diagnosis
+
+    return [diagnose]
+
+
+def make_run(
+    host: TorchHost, run_dir: str | os.PathLike[str] | None, *, mesh: Any = None, timeout: float = 600.0
+) -> Run:
     """Return the run of this process; the directory is not made yet. Called on: every rank."""
-    consensus = default_consensus(host.device)
+    consensus = default_consensus(host.device, timeout=timeout)
     unnamed = f"gradsentinel-runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     path = unnamed if run_dir is None else os.fspath(run_dir)
     scene = Scene(host.modules(), device_types=(host.device.type,))
-    return Run(
+    mesh = mesh if mesh is not None else find_mesh(p for _, p in host.named_parameters())
+    run = Run(
         host=host,
         directory=RunDirectory(consensus.gather(path)[0]),
         consensus=consensus,
         scene=scene,
         health=StateHealth(host, scene.buffers),
-        rank=Rank(rank=consensus.rank, host=socket.gethostname(), device=str(host.device)),
+        rank=this_rank(consensus.rank, host.device, mesh=mesh),
         explicit_directory=run_dir is not None,
         optimizers=host.optimizers,
     )
+    if consensus.world_size > 1:
+        run.replicas = find_replicas(host.named_parameters(), replicated=host.data_parallel_group)
+        run.local.watch_parameters(
+            (name, p) for name, p in host.named_parameters() if host.data_parallel_group(name) is not None
+        )
+        run.local.watch_outputs(host.sharded_modules())
+    return run
 
 
 def ema_updater(ema: Any, model: Any) -> Callable[[], None]:

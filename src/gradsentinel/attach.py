@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from gradsentinel.host import TorchHost
 from gradsentinel.watch import Verdict, Watch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger("gradsentinel")
 
@@ -71,10 +73,28 @@ class Attachment:
         self._suspects.append((view.names, view.norms))
         self._watch.after_backward(None, view, scaled=True)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._judge(optimizer)
+            return None
+
+        def judged() -> Any:
+            """The gradients are those of the closure, so they are judged when it has run."""
+            loss = closure()
+            self._judge(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], judged, *args[2:]), kwargs
+        return args, {**kwargs, "closure": judged}
+
+    def _judge(self, optimizer: Optimizer) -> None:
         view = self._host.gradients([optimizer])
         view.origin = self._origin
-        verdict = self._watch.before_clip(view, optimizers=[optimizer])
+        # A fused optimizer is called even when the GradScaler found an overflow; it then does nothing.
+        scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        verdict = self._watch.before_clip(view, optimizers=[optimizer], loss_scale=scale, overflow=overflow)
         self._verdict = verdict
         if not verdict.apply:
             self._host.drop([optimizer])

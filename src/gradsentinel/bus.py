@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from typing_extensions import Self
+import torch
+from torch import Tensor
 
-from gradsentinel.callback import Callback, Responder, check_callback, check_signature
+from gradsentinel.callback import Callback, Comparer, Responder, check_callback, check_signature
+from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.events import METHODS, Event
 from gradsentinel.evidence import Finding
 from gradsentinel.judge import Filed
 from gradsentinel.testing import record_swallowed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger("gradsentinel")
 
@@ -63,14 +69,18 @@ class Bus:
     def __init__(
         self,
         callbacks: Sequence[Callback],
-        on_error: Callable[[Listener, Exception, Event], None] | None = None,
+        on_error: Callable[[Listener, Exception, int], None] | None = None,
+        *,
+        alone: bool = True,
     ) -> None:
         self._on_error = on_error
+        self._alone = alone
         self.callbacks: list[Callback] = []
         # Plain functions share the first slot: a function registered on one rank alone (as loggers are)
         # must not give that rank another layout than its peers.
         self.slot_names: list[str] = ["functions"]
         self._names: dict[int, str] = {}
+        self._off: set[int] = set()
         self._listeners: dict[type[Event], tuple[Listener, ...]] = dict.fromkeys(METHODS, ())
         for callback in callbacks:
             self.add(callback)
@@ -128,14 +138,27 @@ class Bus:
             try:
                 found = listener.function(event)
                 if found is not None:
-                    filed.extend(self._file(found, listener, event))
-            except TrainingAborted:
-                raise
+                    filed.extend(self._file(found, listener, event.step))
+            except TrainingAborted as wish:
+                if self._alone:
+                    raise
+                filed.append(self._wish_to_stop(listener, wish, event.step))
             except Exception as error:  # noqa: BLE001 - the edge of the bus: a callback must not kill the run
-                self._switch_off(listener, error, event)
+                self._switch_off(listener, error, event.step, METHODS[type(event)])
             if listener.once and listener.alive:
                 self._remove(type(event), listener)
         return filed
+
+    @staticmethod
+    def _wish_to_stop(listener: Listener, wish: TrainingAborted, step: int) -> Filed:
+        """A rank may not leave on its own: its peers would wait for it. They all stop at the agreement."""
+        finding = Finding(
+            kind=Kind.CUSTOM,
+            value=torch.tensor(True),
+            action=Action.ABORT,
+            message=f"{listener.name} asked to stop: {wish}",
+        )
+        return Filed(listener.slot, step, finding, listener.name)
 
     def name_of(self, callback: Callback) -> str:
         """Return the name of a registered callback, unique on this bus."""
@@ -146,40 +169,81 @@ class Bus:
 
         Asks switched-off callbacks too: the answer has to be the same on every rank.
         """
-        return any(callback.checks_after_step(step) for callback in self.callbacks)
+        return any(self._checks(callback, step) for callback in self.callbacks)
+
+    def _checks(self, callback: Callback, step: int) -> bool:
+        try:
+            return callback.checks_after_step(step)
+        except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit
+            if id(callback) not in self._off:
+                self._switch_off(
+                    self._listener(callback, callback.checks_after_step), error, step, "checks_after_step"
+                )
+            return False
 
     def responders(self) -> list[Responder]:
         """Return the responders from the cheapest rung to the dearest, in order of registration."""
         found = [callback for callback in self.callbacks if isinstance(callback, Responder)]
         return sorted(found, key=lambda responder: responder.rung)
 
+    def comparers(self) -> list[Comparer]:
+        """Return the callbacks that compare ranks, switched-off ones too: all ranks need one list."""
+        return [callback for callback in self.callbacks if isinstance(callback, Comparer)]
+
+    def ask(self, callback: Callback, question: Callable[[], Any], step: int, where: str) -> Any:
+        """Return a callback's answer to anything but an event, under the same error policy.
+
+        None if it raised or is switched off.
+        """
+        if id(callback) in self._off:
+            return None
+        try:
+            return question()
+        except TrainingAborted:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit
+            self._switch_off(self._listener(callback, question), error, step, where)
+            return None
+
+    def file(self, callback: Callback, found: Any, step: int) -> list[Filed]:
+        """Return findings that a callback gave outside an event, filed under its slot."""
+        if found is None:
+            return []
+        return list(self._file(found, self._listener(callback, callback.checks_after_step), step))
+
+    def _listener(self, callback: Callback, function: Callable[..., Any]) -> Listener:
+        name = self.name_of(callback)
+        return Listener(function, callback, name, self.slot_names.index(name))
+
     @staticmethod
-    def _file(found: Any, listener: Listener, event: Event) -> Iterable[Filed]:
+    def _file(found: Any, listener: Listener, step: int) -> Iterable[Filed]:
+        if not isinstance(found, (Finding, Iterable)) or isinstance(found, str):
+            raise TypeError(f"{listener.name} returned {type(found).__name__}; return a Finding or None")
         entries = [found] if isinstance(found, Finding) else list(found)
         for entry in entries:
             if not isinstance(entry, Finding):
                 raise TypeError(f"{listener.name} returned {type(entry).__name__}; return a Finding or None")
-            if entry.value.numel() != 1:
-                raise TypeError(
-                    f"{listener.name} returned a value of shape {tuple(entry.value.shape)}; it must be 0-dim"
-                )
-        return [Filed(listener.slot, event.step, entry, listener.name) for entry in entries]
+            flaw = _flaw(entry.value, entry.limit, entry.action)
+            if flaw is not None:
+                raise TypeError(f"{listener.name} returned a finding {flaw}")
+        return [Filed(listener.slot, step, entry, listener.name) for entry in entries]
 
-    def _switch_off(self, listener: Listener, error: Exception, event: Event) -> None:
+    def _switch_off(self, listener: Listener, error: Exception, step: int, where: str) -> None:
+        self._off.add(id(listener.owner))
         for listeners in self._listeners.values():
             for other in listeners:
                 if other.owner is listener.owner:
                     other.alive = False
-        record_swallowed(error)
         logger.error(
             "step %d: %s raised in %s and is switched off; the run goes on without it",
-            event.step,
+            step,
             listener.name,
-            METHODS[type(event)],
+            where,
             exc_info=error,
         )
+        record_swallowed(error)
         if self._on_error is not None:
-            self._on_error(listener, error, event)
+            self._on_error(listener, error, step)
 
     def _new_slot(self, name: str) -> int:
         taken = self.slot_names.count(name) + sum(known.startswith(f"{name}#") for known in self.slot_names)
@@ -191,3 +255,18 @@ class Bus:
 
     def _remove(self, event: type[Event], listener: Listener) -> None:
         self._listeners[event] = tuple(known for known in self._listeners[event] if known is not listener)
+
+
+def _flaw(value: Any, limit: Any, action: Any) -> str | None:
+    """Say what keeps a finding from being judged together with those of the others; None if nothing."""
+    if not isinstance(value, Tensor):
+        return f"whose value is a {type(value).__name__}; it must be a tensor"
+    if value.numel() != 1:
+        return f"whose value has shape {tuple(value.shape)}; it must be 0-dim"
+    if value.is_complex() or value.device.type == "meta":
+        return f"whose value is {value.dtype} on {value.device}; it must be a real number"
+    if not (limit is None or isinstance(limit, Real)):
+        return f"whose limit is a {type(limit).__name__}; it must be a number"
+    if not isinstance(action, Action):
+        return f"whose action is {action!r}; it must be an Action, such as Action.SKIP"
+    return None

@@ -14,7 +14,10 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Finding
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gradsentinel.incident import Incident, Recovery
+    from gradsentinel.replicas import ReplicaGroup
     from gradsentinel.run import Run
 
 Findings = Finding | Sequence[Finding] | None
@@ -25,7 +28,8 @@ Findings = Finding | Sequence[Finding] | None
 class Callback:
     """Hears events; override the methods you need, the others cost nothing.
 
-    `on_after_backward`, `on_before_clip`, `on_after_step` and `on_run_start` may return findings.
+    `on_run_start`, `on_after_backward`, `on_before_clip`, `on_after_step` and `on_run_end` may return
+    findings.
     A callback never waits for the device, never communicates and never changes a gradient in
     `on_batch`, `on_after_backward` and `on_before_clip`: the bus does that for all of them at once.
     """
@@ -57,8 +61,8 @@ class Callback:
     def on_after_step(self, event: events.AfterStep) -> Findings:
         """Hear that the step was applied or dropped."""
 
-    def on_run_end(self, event: events.RunEnd) -> None:
-        """Hear the last event of a run."""
+    def on_run_end(self, event: events.RunEnd) -> Findings:
+        """Hear the last event of a run; findings are settled after it, unless the run ends by an error."""
 
     def checks_after_step(self, step: int) -> bool:
         """Return True if findings from `on_after_step` must be settled before the loop goes on.
@@ -78,6 +82,41 @@ class Callback:
 
 class Detector(Callback):
     """Observes and returns findings; if it raises it is reported, switched off, and the run goes on."""
+
+
+class Comparer(Detector):
+    """A detector whose numbers must be the same on all ranks of a group; the watch does the comparing.
+
+    The callback itself communicates with nobody, so that a rank on which it raised still takes its
+    place in the collective.
+    """
+
+    def compares(self, step: int) -> bool:
+        """Return True if a comparison is due after this step; the same answer on every rank."""
+        raise NotImplementedError
+
+    def fingerprints(self, group: ReplicaGroup) -> Tensor:
+        """Return what must be equal in the group: 1-dim int64, `width(group)` elements, no wait."""
+        raise NotImplementedError
+
+    def width(self, group: ReplicaGroup) -> int:
+        """Return the number of fingerprints, known without computing them."""
+        raise NotImplementedError
+
+    def differing(self, step: int, group: ReplicaGroup, places: Sequence[int], own: int) -> Findings:
+        """Hear which fingerprints differ in the group, and this rank's checksum of all of them."""
+        raise NotImplementedError
+
+    def alike(self, step: int) -> None:
+        """Hear that nothing differs in this rank's groups, in the state that this step begins with."""
+
+    def standing(self) -> Tensor | None:
+        """Return a number that should be alike on all ranks though not equal (0-dim), such as a log norm."""
+        return None
+
+    def compared(self, step: int, own: float, others: tuple[float, float]) -> Findings:
+        """Hear this rank's number and mean and deviation of the other ranks'."""
+        return None
 
 
 class Responder(Callback):
@@ -106,25 +145,12 @@ def check_callback(callback: object) -> Callback:
             "a plain function with sentinel.on(event, function)"
         )
     known = set(events.METHODS.values())
-    allowed = known | {name for name in dir(Responder) if not name.startswith("_")}
-    for name in dir(type(callback)):
-        if name.startswith("_") or name in allowed:
-            continue
-        attribute = inspect.getattr_static(type(callback), name)
-        if not inspect.isfunction(attribute):
-            continue
-        near = difflib.get_close_matches(f"on_{name.removeprefix('on_')}", known, n=1, cutoff=0.9)
-        if name.startswith("on_"):
-            nearest = (near or difflib.get_close_matches(name, known, n=1, cutoff=0.0))[0]
-            raise ConfigurationError(
-                f"{type(callback).__name__}.{name} hears no event; did you mean {nearest}?"
-            )
-        if near:
-            raise ConfigurationError(
-                f"{type(callback).__name__}.{name} would never be called; did you mean {near[0]}?"
-            )
+    _check_names(type(callback), known)
     for name in known:
         check_signature(getattr(callback, name), f"{type(callback).__name__}.{name}")
+    if isinstance(callback, Responder):
+        for name in ("respond", "escalates"):
+            check_signature(getattr(callback, name), f"{type(callback).__name__}.{name}", "incident", "run")
     if isinstance(callback, Responder) and not isinstance(getattr(callback, "rung", None), Action):
         raise ConfigurationError(
             f"{type(callback).__name__} needs a rung, its place on the recovery ladder: rung = Action.SKIP"
@@ -132,8 +158,28 @@ def check_callback(callback: object) -> Callback:
     return callback
 
 
-def check_signature(function: Any, label: str) -> None:
-    """Raise ConfigurationError unless the function can be called with one event."""
+def _check_names(kind: type, known: set[str]) -> None:
+    """Refuse a method that looks like one for an event and would never be called."""
+    allowed = known | {name for name in (*dir(Responder), *dir(Comparer)) if not name.startswith("_")}
+    for name in dir(kind):
+        if name.startswith("_") or name in allowed:
+            continue
+        attribute = inspect.getattr_static(kind, name)
+        if not inspect.isfunction(attribute):
+            continue
+        near = difflib.get_close_matches(f"on_{name.removeprefix('on_')}", known, n=1, cutoff=0.9)
+        if "_" not in name:
+            continue  # batch(), recover(): plausible names of a callback's own methods
+        if name.startswith("on_"):
+            nearest = (near or difflib.get_close_matches(name, known, n=1, cutoff=0.0))[0]
+            raise ConfigurationError(f"{kind.__name__}.{name} hears no event; did you mean {nearest}?")
+        if near:
+            raise ConfigurationError(f"{kind.__name__}.{name} would never be called; did you mean {near[0]}?")
+
+
+def check_signature(function: Any, label: str, *arguments: str) -> None:
+    """Raise ConfigurationError unless the function takes these arguments; none given means one event."""
+    expected = arguments or ("event",)
     if inspect.iscoroutinefunction(function):
         raise ConfigurationError(
             f"{label} is a coroutine; events are delivered synchronously, use a plain def"
@@ -143,8 +189,10 @@ def check_signature(function: Any, label: str) -> None:
     except (TypeError, ValueError):
         return  # builtins without a signature: the call itself will tell
     try:
-        signature.bind(object())
+        signature.bind(*expected)
     except TypeError as error:
+        wanted = "exactly one argument, the event" if not arguments else f"({', '.join(arguments)})"
+        verb = "hear an event" if not arguments else "be called"
         raise ConfigurationError(
-            f"{label}{signature} cannot hear an event: {error}; it must take exactly one argument, the event"
+            f"{label}{signature} cannot {verb}: {error}; it must take {wanted}"
         ) from None

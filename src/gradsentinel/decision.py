@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum, IntEnum
 
+from gradsentinel.errors import ConfigurationError
+
 
 class Action(IntEnum):
     """What to do about an incident, from harmless to drastic; merging takes the most severe."""
@@ -23,14 +25,14 @@ class Action(IntEnum):
 
     @classmethod
     def parse(cls, value: Action | str) -> Action:
-        """Return the action for a member or its name; raises ValueError naming the choices."""
+        """Return the action for a member or its name; raises ConfigurationError naming the choices."""
         if isinstance(value, Action):
             return value
         try:
             return cls[value.upper()]
         except (KeyError, AttributeError):
             choices = ", ".join(action.label for action in cls)
-            raise ValueError(f"unknown action {value!r}; choose one of: {choices}") from None
+            raise ConfigurationError(f"unknown action {value!r}; choose one of: {choices}") from None
 
 
 class Severity(IntEnum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -86,6 +86,8 @@ class AfterStep(Event):
 
     applied: bool
     """True when the optimizer changed the weights."""
+    iteration: int = 0
+    """Number of the attempted step, from 0; never goes back, unlike `step`."""
     action: Action
     grad_norm: float
     """Global gradient norm before clipping."""
@@ -103,7 +105,7 @@ class IncidentEvent(Event):
     """A decision above CONTINUE was agreed; all ranks are here. Collectives allowed."""
 
     incident: Incident
-    scene: Mapping[str, Any]
+    scene: Mapping[str, Any] = field(repr=False)
     """References to the step's micro-batches and random states, for those who keep evidence."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradsentinel.decision import Action, Kind
@@ -89,6 +90,8 @@ class Evidence:
     tensors: tuple[TensorEvidence, ...] = ()
     microbatch: int | None = None
     samples: tuple[Sample, ...] = ()
+    origin: bool = True
+    """False when this rank only received the bad value from others."""
     diagnosis: Diagnosis | None = None
     """As far as it is known without running anything again."""
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -113,6 +116,10 @@ class Finding:
     """Used as the evidence when there is no `confirm`."""
     confirm: Callable[[], Evidence | None] | None = None
     microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        # A callback that counts on the host may give a plain bool or number.
+        object.__setattr__(self, "value", torch.as_tensor(self.value))
 
     def resolve(self) -> Evidence | None:
         """Return the confirmed evidence, or None if the suspicion was unfounded."""

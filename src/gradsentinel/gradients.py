@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype,
@@ -21,6 +23,10 @@ _FLOAT8 = frozenset(
     for name in dir(torch)
     if name.startswith("float8") and isinstance(dtype := getattr(torch, name), torch.dtype)
 )
+
+
+_Sharding = tuple[Any, tuple[int, ...]]
+"""A device mesh, and its dimensions over which a tensor is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +108,19 @@ class GradientView:
         if not self._all:
             return torch.tensor(0.0)
         norms = [self._norms[index] for index in self._clip_order]
-        if any(_is_dtensor(norm) for norm in norms) and not all(_is_dtensor(norm) for norm in norms):
-            norms = [_full(norm) for norm in norms]
         first = self._all[0].gradient.device
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for norm in norms:
+            by_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(norm)
         with torch.no_grad():
-            total: Tensor = torch.linalg.vector_norm(
-                torch.stack([norm.to(first) for norm in norms]), self.norm_type
-            )
-        return total
+            if len(by_mesh) > 1:  # torch cannot stack these: one reduction for each mesh, then their norm
+                norms = [_full(self._joined(members, first)) for members in by_mesh.values()]
+            return self._joined(norms, first)
+
+    def _joined(self, norms: Sequence[Tensor], device: torch.device) -> Tensor:
+        stack = torch.stack([norm.to(device) for norm in norms])
+        joined: Tensor = torch.linalg.vector_norm(stack, self.norm_type)
+        return joined
 
     @cached_property
     def total_norm(self) -> Tensor:
@@ -162,26 +173,24 @@ class GradientView:
         origin = self.origin() if self.origin is not None else frozenset()
         return tuple(entry for entry in bad if entry.name in origin) or bad
 
+    @torch.no_grad()
     def safe_norm(self) -> float:
-        """Return the global norm of the local gradients without overflow on the way; slow.
+        """Return the global norm without overflow on the way; slow, and called on every rank.
 
         Each gradient is scaled by the largest absolute value before it is raised to the power (the
         classic two-pass norm, as in BLAS nrm2). Not finite only if an element is.
         """
-        order, infinite = self.norm_type, float("inf")
-        with torch.no_grad():
-            values = [values_of(entry.gradient) for entry in self._all]
-            # The parts of a complex number are finite where its modulus may not be.
-            peaks = [float(torch.linalg.vector_norm(parts_of(v), infinite)) for v in values if v.numel()]
-            bad = [peak for peak in peaks if not peak < infinite]
-            peak = bad[0] if bad else max(peaks, default=0.0)
-            if bad or peak == 0.0:
-                return peak
-            wide = (v.to(torch.float32) if v.element_size() < 4 else v for v in values if v.numel())
-            norms = [float(torch.linalg.vector_norm(v / peak, order)) for v in wide]
-        if order == infinite:
-            return peak * max(norms)
-        return peak * float(sum(norm**order for norm in norms) ** (1 / order))
+        by_place: dict[Any, list[Tensor]] = {}
+        for entry in self._all:
+            gradient = _summed(entry.gradient)
+            by_place.setdefault(_sharding(gradient), []).append(values_of(gradient))
+        # Every place, even if one norm is infinite here: other ranks may not know, and would wait.
+        norms = [_safe_norm(values, self.norm_type, place) for place, values in by_place.items()]
+        peak = max(norms, default=0.0)
+        if not 0.0 < peak < float("inf"):
+            return peak
+        scaled = torch.tensor(norms, dtype=torch.float64) / peak
+        return peak * float(torch.linalg.vector_norm(scaled, self.norm_type))
 
     @torch.no_grad()
     def clip_(self, max_norm: float, *, total_norm: Tensor | float | None = None) -> None:
@@ -197,14 +206,12 @@ class GradientView:
             for entry in self._all:
                 _scale(local(entry.gradient), scale)
             return
-        coefficient = torch.clamp(
-            max_norm / ((self._total if total_norm is None else total_norm) + 1e-6), max=1.0
-        )
-        for gradients, _ in self._groups:
+        norm = self.total_norm if total_norm is None else _full(total_norm)
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for group, _ in self._groups:
+            gradients = [local(gradient) for gradient in group]  # the norm is known to all: each its shard
             device = gradients[0].device
             factor = coefficient.to(device)
-            if _is_dtensor(factor) != _is_dtensor(gradients[0]):
-                gradients, factor = [local(gradient) for gradient in gradients], _full(factor)  # noqa: PLW2901
             if _fused(gradients, device):
                 torch._foreach_mul_(gradients, factor)
             else:
@@ -232,10 +239,13 @@ class GradientView:
         result: list[Tensor | None] = [None] * len(self._all)
         for gradients, indices in self._groups:
             tensors = [local(gradient) for gradient in gradients] if shard else gradients
+            if order == float("inf"):
+                tensors = [_with_an_element(tensor) for tensor in tensors]
             device = tensors[0].device
-            if _fused(tensors, device) and not (
-                order == float("inf") and any(t.numel() == 0 for t in tensors)
-            ):
+            by_hand = order == float("inf") and (
+                device.type == "cpu" or any(tensor.numel() == 0 for tensor in tensors)
+            )
+            if _fused(tensors, device) and not by_hand:
                 norms: Sequence[Tensor] = torch._foreach_norm(tensors, order)
             else:
                 norms = [_norm(tensor, order) for tensor in tensors]
@@ -252,8 +262,18 @@ def _fused(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 def _norm(tensor: Tensor, order: float) -> Tensor:
     values = values_of(tensor)
+    if _is_dtensor(tensor):  # stays one: its norm is reduced later
+        values = tensor.to(torch.float32) if tensor.dtype in _FLOAT8 else tensor
     if values.numel() == 0 and order == float("inf"):
         return torch.zeros((), dtype=torch.float32, device=values.device)
+    if (
+        order == float("inf")
+        and values.device.type == "cpu"
+        and not values.is_complex()
+        and not _is_dtensor(values)
+    ):
+        low, high = torch.aminmax(values)  # the same value, many times faster there
+        return torch.maximum(high, -low)
     norm: Tensor = torch.linalg.vector_norm(values, order)
     return norm
 
@@ -263,6 +283,75 @@ def _scale(gradient: Tensor, factor: Tensor) -> None:
         gradient.copy_((gradient.to(torch.float32) * factor).to(gradient.dtype))
     else:
         gradient.mul_(factor)
+
+
+def _safe_norm(values: Sequence[Tensor], order: float, place: _Sharding | None) -> float:
+    """The norm of gradients that are sharded alike; infinite if an element of any shard is not finite."""
+    infinite = float("inf")
+    device = values[0].device
+    values = [v.to(torch.float32) if v.element_size() < 4 else v for v in values if v.numel()]
+    # The parts of a complex number are finite where its modulus may not be.
+    peaks = [float(torch.linalg.vector_norm(parts_of(v), infinite)) for v in values]
+    largest = max((peak if peak < infinite else infinite for peak in peaks), default=0.0)  # noqa: FURB136 - NaN
+    peak = _across(largest, infinite, place, device)
+    scale = peak if 0.0 < peak < infinite else 1.0
+    norms = torch.tensor([float(torch.linalg.vector_norm(v / scale, order)) for v in values])
+    norm = float(torch.linalg.vector_norm(norms, order)) if values else 0.0
+    norm = _across(norm, order, place, device)
+    return scale * norm if peak < infinite else peak
+
+
+def _across(norm: float, order: float, place: _Sharding | None, device: torch.device) -> float:
+    """Join the norms that the ranks have of their shards; called on every rank that has one."""
+    if place is None:
+        return norm
+    mesh, dimensions = place
+    dtype = torch.float32 if device.type == "npu" else torch.float64
+    travelling = torch.tensor([norm], dtype=dtype, device=device)
+    greatest = order == float("inf")
+    operation = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
+    travelling = travelling if greatest else travelling.pow(order)
+    for dimension in dimensions:
+        dist.all_reduce(travelling, op=operation, group=mesh.get_group(dimension))
+    return float(travelling if greatest else travelling.pow(1 / order))
+
+
+def _sharding(gradient: Tensor) -> _Sharding | None:
+    """Where the parts of a gradient lie; None if this rank has all of it."""
+    placements = getattr(gradient, "placements", ())
+    dimensions = tuple(index for index, place in enumerate(placements) if not place.is_replicate())
+    return (gradient.device_mesh, dimensions) if dimensions else None  # type: ignore[attr-defined]
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    """A distributed gradient whose terms are still apart, added up; any other one as it is."""
+    placements = getattr(gradient, "placements", ())
+    if not any(place.is_partial() for place in placements):
+        return gradient
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 - slow, and imported where there is one
+
+    whole = [Replicate() if place.is_partial() else place for place in placements]
+    summed: Tensor = gradient.redistribute(placements=whole)  # type: ignore[attr-defined]
+    return summed
+
+
+def _with_an_element(gradient: Tensor) -> Tensor:
+    """The gradient; of a distributed one whose shard here is empty a stand-in that holds a zero.
+
+    An empty shard has no largest element: torch raises, on this rank alone, while the others wait for it.
+    """
+    if not _is_dtensor(gradient) or local(gradient).numel():
+        return gradient
+    zero = local(gradient).new_zeros((1,) * gradient.dim())
+    stand_in: Tensor = type(gradient).from_local(  # type: ignore[attr-defined]
+        zero,
+        gradient.device_mesh,  # type: ignore[attr-defined]
+        gradient.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=gradient.shape,
+        stride=gradient.stride(),
+    )
+    return stand_in
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

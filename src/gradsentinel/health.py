@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradsentinel.buffers import BufferShadow
@@ -13,6 +14,7 @@ from gradsentinel.evidence import TensorEvidence
 from gradsentinel.gradients import GradientView
 from gradsentinel.host import Host
 from gradsentinel.inspection import local, nonfinite_in, without_infinities
+from gradsentinel.tree import tensors_in
 
 
 class StateHealth:
@@ -34,7 +36,7 @@ class StateHealth:
     def learn(self) -> None:
         """Note what is non-finite on purpose; call it before the first step; waits for the device."""
         frozen = [(name, p) for name, p in self._host.named_parameters() if not p.requires_grad]
-        initial = [*frozen, *self._buffers.named()]
+        initial = [*frozen, *self._buffers.named(), *self.others()]
         found = {entry.name for entry in nonfinite_in(initial)}
         self._infinite = frozenset(found)
         self.nan_at_start = nonfinite_in((n, without_infinities(t)) for n, t in initial if n in found)
@@ -57,6 +59,19 @@ class StateHealth:
                         if isinstance(value, Tensor):
                             yield f"{names.get(id(parameter), '?')}:{key}", value
 
+    def others(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of EMA, scaler, schedulers and extra objects, and the learning rates."""
+        found: list[tuple[str, Tensor]] = []
+        for name, entry in self._host.stateful().items():
+            found += [(f"{name}.{path}", tensor) for path, tensor in tensors_in(entry.state_dict())]
+            if hasattr(entry, "get_scale"):  # a GradScaler's state holds plain numbers
+                found.append((f"{name}.scale", torch.tensor(float(entry.get_scale()))))
+        for index, optimizer in enumerate(self._host.optimizers):
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
+            found.append((f"optimizer.{index}.lr", torch.tensor(numbers)))
+        return self._demanded(found)
+
     def scan(self, *, before_step: bool = False) -> dict[str, tuple[TensorEvidence, ...]]:
         """Return what is non-finite among parameters, buffers and moments; waits for the device.
 
@@ -67,6 +82,7 @@ class StateHealth:
             "parameters": nonfinite_in(self.parameters()),
             "buffers": nonfinite_in(self.buffers(before_step=before_step)),
             "moments": nonfinite_in(self.moments()),
+            "averages and schedules": nonfinite_in(self.others()),
         }
         return {part: tensors for part, tensors in found.items() if tensors}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.gradients import GradientView
+
+logger = logging.getLogger("gradsentinel")
 
 
 class Host(Protocol):
@@ -63,12 +66,15 @@ class TorchHost:
         scaler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self._modules = _name_modules(model)
+        self._given = _name_modules(model)
+        self._modules = [(prefix, _unwrap(module)) for prefix, module in self._given]
         self._optimizers: tuple[Optimizer, ...] = _sequence(optimizer)
         self.schedulers: tuple[Any, ...] = () if scheduler is None else _sequence(scheduler)
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scaler = scaler if scaler is not None and _enabled(scaler) else None
         self.extra = dict(extra or {})
         self._check()
+        self.generation = 0
+        """Grows whenever the parameters are not those of before: modules may have come with them."""
         self._names: dict[int, str] = {}
         self._order: list[tuple[str, Tensor]] = []
         self._signature: tuple[int, ...] = ()
@@ -113,6 +119,29 @@ class TorchHost:
             norm_type=norm_type,
         )
 
+    def data_parallel_group(self, name: str) -> Any:
+        """Return the process group over which DDP keeps a parameter alike, or None if DDP does not."""
+        for prefix, module in self._given:
+            parallel = find_ddp(module)
+            if parallel is not None and name.startswith(f"{prefix}." if prefix else ""):
+                return parallel.process_group
+        return None
+
+    @property
+    def reduces(self) -> bool:
+        """False while DDP leaves the gradients local, as under no_sync()."""
+        wrappers = [find_ddp(module) for _, module in self._given]
+        return all(ddp is None or bool(ddp.require_backward_grad_sync) for ddp in wrappers)
+
+    def sharded_modules(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that FSDP2 (fully_shard) manages, with their names."""
+        return [
+            (".".join(part for part in (prefix, name) if part), module)
+            for prefix, root in self._modules
+            for name, module in root.named_modules()
+            if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+        ]
+
     def stateful(self) -> Mapping[str, Any]:
         """Return schedulers, scaler and extra objects by name."""
         found = {f"scheduler.{index}": scheduler for index, scheduler in enumerate(self.schedulers)}
@@ -144,7 +173,9 @@ class TorchHost:
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rate of each parameter group; a tensor learning rate on a device waits."""
         return tuple(
-            float(group.get("lr", 0.0)) for optimizer in self.optimizers for group in optimizer.param_groups
+            0.0 if group.get("lr") is None else float(group["lr"])  # some optimizers find their own
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
         )
 
     # -- the pieces of a step ----------------------------------------------------------------------
@@ -202,7 +233,27 @@ class TorchHost:
                     f"{type(optimizer).__name__}.step needs a closure and runs the model itself, so a step "
                     "cannot be judged before it is made; use an optimizer without a closure"
                 )
+        members = {id(p) for _, module in self._modules for p in module.parameters()}
+        for optimizer in self.optimizers:
+            if members and all(
+                id(p) not in members for group in optimizer.param_groups for p in group["params"]
+            ):
+                logger.warning(
+                    "the %s holds no parameter of the model: is it another model's?", type(optimizer).__name__
+                )
+        self._check_schedulers()
+        if self.scaler is not None and not hasattr(self.scaler, "unscale_"):
+            raise ConfigurationError(f"scaler is a {type(self.scaler).__name__}, not a torch.amp.GradScaler")
+        for name, entry in self.extra.items():
+            if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
+                raise ConfigurationError(
+                    f"extra {name!r} ({type(entry).__name__}) needs state_dict and load_state_dict methods"
+                )
+
+    def _check_schedulers(self) -> None:
         for scheduler in self.schedulers:
+            if not hasattr(scheduler, "step"):
+                raise ConfigurationError(f"scheduler is a {type(scheduler).__name__} and has no step method")
             if "metrics" in inspect.signature(scheduler.step).parameters:
                 raise ConfigurationError(
                     f"{type(scheduler).__name__} steps on a metric, not on an optimizer step: call its "
@@ -213,11 +264,6 @@ class TorchHost:
                 raise ConfigurationError(
                     f"the {type(scheduler).__name__} belongs to an optimizer that was not given; "
                     "give that optimizer too"
-                )
-        for name, entry in self.extra.items():
-            if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
-                raise ConfigurationError(
-                    f"extra {name!r} ({type(entry).__name__}) needs state_dict and load_state_dict methods"
                 )
 
     @staticmethod
@@ -245,11 +291,17 @@ class TorchHost:
                 for position, parameter in enumerate(group["params"]):
                     self._remember(f"optimizer{index}.group{number}.{position}", parameter)
         self._signature = self._current_signature()
+        self.generation += 1
 
     def _remember(self, name: str, parameter: Tensor) -> None:
         if id(parameter) not in self._names:
             self._names[id(parameter)] = name
             self._order.append((name, parameter))
+
+
+def _enabled(scaler: Any) -> bool:
+    is_enabled = getattr(scaler, "is_enabled", None)
+    return is_enabled is None or bool(is_enabled())
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -273,7 +325,7 @@ def _name_modules(model: Any) -> list[tuple[str, nn.Module]]:
     for _, module in named:
         if not isinstance(module, nn.Module):
             raise ConfigurationError(f"{type(module).__name__} is not a torch.nn.Module")
-    return [(prefix, _unwrap(module)) for prefix, module in named]
+    return named
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
@@ -285,6 +337,16 @@ def _unwrap(module: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return module
         module = inner
+
+
+def find_ddp(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the DDP wrapper in a stack of wrappers, or None."""
+    while not isinstance(module, nn.parallel.DistributedDataParallel):
+        inner = getattr(module, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        module = inner
+    return module
 
 
 def _sequence(value: Any) -> tuple[Any, ...]:

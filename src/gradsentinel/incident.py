@@ -71,6 +71,8 @@ class Incident:
     severity: Severity = Severity.WARNING
     outcome: Outcome = Outcome.REPORTED
     time: str = ""
+    iteration: int = 0
+    """Number of the attempted step; never goes back, so incidents sort by it."""
     detector: str = ""
     tensors: tuple[TensorEvidence, ...] = ()
     ranks: tuple[Rank, ...] = ()
@@ -97,7 +99,8 @@ class Incident:
             return self.diagnosis.module
         if self.kind is Kind.NONFINITE_LOSS:
             return "the loss"  # the gradients only follow
-        return fold([tensor.name for tensor in self.tensors])
+        count = self.details.get("tensor_count")  # of many, only the worst are listed
+        return fold([tensor.name for tensor in self.tensors], total=count if isinstance(count, int) else None)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form, with the schema version; floats may be NaN or Inf and are written as strings."""
@@ -106,6 +109,7 @@ class Incident:
             "id": self.id,
             "step": self.step,
             "time": self.time,
+            "iteration": self.iteration,
             "kind": str(self.kind),
             "severity": self.severity.label,
             "action": self.action.label,
@@ -143,6 +147,7 @@ class Incident:
                 id=_text(data["id"]),
                 step=int(data["step"]),
                 time=_text(data["time"]),
+                iteration=int(data.get("iteration", data["step"])),
                 kind=Kind(data["kind"]),
                 severity=Severity[data["severity"].upper()],
                 action=Action.parse(data["action"]),
@@ -170,10 +175,11 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def fold(names: Sequence[str], limit: int = 3) -> str:
-    """Return the names as one phrase, the long tail counted instead of listed."""
+def fold(names: Sequence[str], limit: int = 3, *, total: int | None = None) -> str:
+    """Return the names as one phrase, the long tail counted instead of listed; `total` knows of more."""
     shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    count = max(len(names), total or 0)
+    return shown if count <= limit else f"{shown} and {count - limit} more"
 
 
 def jsonable(value: Any) -> Any:

@@ -34,6 +34,8 @@ class Ruling:
     """The findings of this rank whose value broke its bound."""
     values: Mapping[str, float]
     """The extra numbers that travelled along."""
+    due: tuple[bool, ...] = ()
+    """What is due after the step: true where it is on any rank."""
 
     @property
     def suspicious(self) -> bool:
@@ -54,32 +56,51 @@ class Judge:
         self.slots = slots
         self._key: object = None
         self._plan: tuple[Tensor, Tensor, Tensor, dict[int, float]] | None = None
+        self._due: dict[tuple[bool, ...], Tensor] = {}
+        """The few answers to what is due, on the device already: making them anew would wait for it."""
 
-    def rule(self, filed: Sequence[Filed], extras: Mapping[str, Tensor], device: torch.device) -> Ruling:
-        """Return the agreed ruling; called on every rank, waits for the device once."""
+    def rule(
+        self,
+        filed: Sequence[Filed],
+        extras: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        due: tuple[bool, ...] = (),
+    ) -> Ruling:
+        """Return the agreed ruling; called on every rank, waits for the device once.
+
+        `due` travels along, so that ranks which do not know alike what comes after the step still do alike.
+        """
+        everywhere = {id(value) for value in extras.values()}
         place: dict[int, int] = {}
         stack: list[Tensor] = []
-        for value in (*(entry.finding.value for entry in filed), *extras.values()):
+        for value in (*extras.values(), *(entry.finding.value for entry in filed)):
             if id(value) not in place:
                 place[id(value)] = len(stack)
-                stack.append(value)
+                stack.append(_scalar(value, reduce=id(value) in everywhere))
         wide = any(value.dtype is torch.float64 for value in stack) and device.type != "npu"
         dtype = torch.float64 if wide else torch.float32
         packed = torch.zeros(0, dtype=dtype, device=device)
         if stack:
-            packed = torch.stack([_scalar(value).to(device=device, dtype=dtype) for value in stack])
+            packed = torch.stack([value.to(device=device, dtype=dtype) for value in stack])
         levels, limits = self._levels(packed, filed, place)
+        if due:
+            flags = self._due.get(due)
+            if flags is None or flags.device != levels.device:
+                flags = self._due[due] = torch.tensor(due, dtype=torch.int32, device=device)
+            levels = torch.cat([levels, flags])
         levels = self.consensus.agree(levels)
         host = torch.cat([levels.to(dtype), packed]).tolist()
         agreed = tuple(Action(int(level)) for level in host[: self.slots])
-        numbers = host[self.slots :]
+        told = tuple(bool(flag) for flag in host[self.slots : self.slots + len(due)])
+        numbers = host[self.slots + len(due) :]
         fired = tuple(
             entry
             for position, entry in enumerate(filed)
             if not abs(numbers[place[id(entry.finding.value)]]) <= limits[position]
         )
         values = {name: numbers[place[id(value)]] for name, value in extras.items()}
-        return Ruling(agreed, fired, values)
+        return Ruling(agreed, fired, values, told)
 
     def _levels(
         self, packed: Tensor, filed: Sequence[Filed], place: Mapping[int, int]
@@ -132,11 +153,16 @@ class Judge:
         )
 
 
-def _scalar(value: Tensor) -> Tensor:
+def _scalar(value: Tensor, *, reduce: bool) -> Tensor:
+    """A value as a plain 0-dim tensor; of a distributed one the whole with `reduce`, else this rank's part.
+
+    Every rank has the extra numbers, but perhaps not the findings (its detector may have raised), so for
+    those nobody may wait. Their parts say more, too: which rank it is that has the bad one.
+    """
     value = value.detach()
     if hasattr(value, "full_tensor"):
-        value = value.full_tensor()
-    return value.reshape(())
+        value = value.full_tensor() if reduce else value.to_local()  # type: ignore[attr-defined]
+    return value.reshape(()) if value.numel() else value.new_zeros(())
 
 
 def _bound(finding: Finding, dtype: torch.dtype) -> float:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from enum import IntEnum
+from typing import NoReturn, TypeVar
+
+import torch
 
 from gradsentinel.callback import Responder
 from gradsentinel.decision import Action, Severity
 from gradsentinel.errors import RecoveryFailed, TrainingAborted
 from gradsentinel.incident import Incident, Outcome, Recovery
+from gradsentinel.inspection import nonfinite_in
 from gradsentinel.run import Run
+from gradsentinel.testing import record_swallowed
 
 logger = logging.getLogger("gradsentinel")
 
@@ -48,6 +53,17 @@ class Budget:
         self._spent = deque(state["spent"])
 
 
+class _Answer(IntEnum):
+    """What a responder said on a rank, as far as the ranks have to say the same."""
+
+    NO = 0
+    YES = 1
+    """Escalate; or: recovered, and the step is dropped."""
+    APPLY = 2
+    """Recovered, and the step is applied."""
+    FAILED = 3
+
+
 class Ladder:
     """Asks the responders in turn, from the rung that was decided on upwards."""
 
@@ -63,53 +79,98 @@ class Ladder:
         """
         start = incident.action
         for responder in self.responders:
-            if self._try(responder, responder.escalates, incident, run):
+            _, answers = self._ask(responder, responder.escalates, incident, run)
+            if _Answer.YES in answers:  # on one rank is enough: the most severe wins
                 start = max(start, responder.rung)
         for responder in self.responders:
             if responder.rung < start:
                 continue
-            recovery = self._try(responder, responder.respond, incident, run)
+            recovery, answers = self._ask(responder, responder.respond, incident, run)
+            if len(answers) > 1:
+                self._fail(incident, run, f"{type(responder).__name__} did not do the same on every rank")
+            if recovery is not None and not self._holds(recovery, run):
+                incident.notes += (
+                    f"the gradients that {type(responder).__name__} made are not finite either",
+                )
+                continue
             if recovery is not None:
                 incident.action = responder.rung
                 return recovery
-        return self._abort(incident, run)
+        return self._abort(incident, run, asked=incident.action is Action.ABORT)
 
-    def _try(
-        self, responder: Responder, ask: Callable[[Incident, Run], T], incident: Incident, run: Run
-    ) -> T | None:
+    @staticmethod
+    def _holds(recovery: Recovery, run: Run) -> bool:
+        """Look at new gradients before anybody steps with them; called on every rank."""
+        if not recovery.apply:
+            return True
+        present = ((name, p.grad) for name, p in run.host.named_parameters() if p.grad is not None)
+        return run.consensus.all_of(not nonfinite_in(present))
+
+    def _ask(
+        self, responder: Responder, question: Callable[[Incident, Run], T], incident: Incident, run: Run
+    ) -> tuple[T | None, set[int]]:
+        """Return this rank's answer and the kinds of answers that any rank gave."""
         answer: T | None = None
         failure: Exception | None = None
         try:
-            answer = ask(incident, run)
+            answer = question(incident, run)
+            own = _sort(answer)
         except Exception as error:  # noqa: BLE001 - told to every rank first, then raised with its cause
-            failure = error
-        if run.consensus.all_of(failure is None):
-            return answer
+            own, failure = _Answer.FAILED, error
+        there = answer.step if isinstance(answer, Recovery) and answer.step is not None else -1
+        ballot = torch.tensor([*(int(own is kind) for kind in _Answer), there, -there], dtype=torch.int32)
+        *votes, farthest, nearest = run.consensus.agree(ballot).tolist()
+        answers = {int(kind) for kind, vote in zip(_Answer, votes, strict=True) if vote}
         name = type(responder).__name__
-        kept = _leave_safely(incident, run)
-        reason = f"{name} failed on this rank" if failure is not None else f"{name} failed on another rank"
-        incident.recovery = f"{reason}: {failure}" if failure is not None else reason
-        raise RecoveryFailed(
-            f"step {incident.step}: {incident.recovery}. {kept}. {_evidence(incident, run)}"
-        ) from failure
+        if failure is not None:
+            self._fail(incident, run, f"{name} failed on this rank: {failure}", failure)
+        if _Answer.FAILED in answers:
+            self._fail(incident, run, f"{name} failed on another rank")
+        if len(answers) == 1 and farthest != -nearest:
+            self._fail(incident, run, f"{name} went to step {there} here and elsewhere on another rank")
+        return answer, answers
 
-    def _abort(self, incident: Incident, run: Run) -> Recovery:
+    def _fail(self, incident: Incident, run: Run, reason: str, cause: Exception | None = None) -> NoReturn:
         kept = _leave_safely(incident, run)
-        incident.recovery = f"stopped: {_why(incident)}. {kept}"
-        raise TrainingAborted(
+        incident.recovery = reason
+        failed = RecoveryFailed(f"step {incident.step}: {reason}. {kept}. {_evidence(incident, run)}")
+        failed.incident, failed.snapshot = incident, run.saved_at
+        raise failed from cause
+
+    def _abort(self, incident: Incident, run: Run, *, asked: bool) -> NoReturn:
+        kept = _leave_safely(incident, run)
+        incident.recovery = f"stopped: {_why(incident, asked=asked)}. {kept}"
+        aborted = TrainingAborted(
             f"step {incident.step}: {incident.message}. {incident.recovery}. {_evidence(incident, run)}"
         )
+        aborted.incident, aborted.snapshot = incident, run.saved_at
+        raise aborted
+
+
+def _sort(answer: object) -> _Answer:
+    if isinstance(answer, Recovery):
+        return _Answer.APPLY if answer.apply else _Answer.YES
+    if answer is None or isinstance(answer, bool):
+        return _Answer.YES if answer else _Answer.NO
+    raise TypeError(f"it returned {type(answer).__name__}; respond returns a Recovery or None")
 
 
 def _leave_safely(incident: Incident, run: Run) -> str:
     """Undo the step, save the last good state, and say so; the caller raises."""
-    run.undo_step()
+    try:
+        run.undo_step()
+    except Exception as error:  # the run stops anyway, and on every rank for the same reason
+        logger.exception("step %d: what it had done so far could not be undone", incident.step)
+        record_swallowed(error)
     incident.action, incident.outcome, incident.severity = Action.ABORT, Outcome.ABORTED, Severity.CRITICAL
+    if run.known_good is None and run.iteration and not run.health.scan():
+        # Dropped steps change nothing, so this is the state from before the trouble.
+        run.known_good = run.capture()
     saved = run.save_known_good()
     if saved is not None:
-        return f"The last good state is in {saved}"
+        return f"The last good state is in {saved}; Sentinel.restore() goes on from it"
     if run.known_good is None:
-        return "There is no known-good state to save; Rollback() keeps some"
+        return "There is no good state to save; Rollback() keeps some"
     return "The last good state could not be saved, see the log"
 
 
@@ -117,5 +178,7 @@ def _evidence(incident: Incident, run: Run) -> str:
     return f"The evidence is in {run.directory.incidents / incident.id}"
 
 
-def _why(incident: Incident) -> str:
-    return "; ".join(incident.notes) if incident.notes else "no rung of the recovery ladder is left"
+def _why(incident: Incident, *, asked: bool) -> str:
+    if incident.notes:
+        return "; ".join(incident.notes)
+    return f"{incident.detector} asked for it" if asked else "no rung of the recovery ladder is left"

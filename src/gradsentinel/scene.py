@@ -32,6 +32,8 @@ class Scene:
         self.rng: RngState | None = None
         """Random state before the step."""
         self.microbatches: list[MicroBatch] = []
+        self.healthy: tuple[MicroBatch, ...] = ()
+        """Micro-batches of the last step that was applied without an incident: what is normal here."""
 
     def begin(self, *, same_batches: bool = False) -> None:
         """Forget the last step and remember the state before the next one, perhaps of the same batches."""

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from typing_extensions import Self
 
-from gradsentinel.assembly import default_examiners, ema_updater, make_run, with_defaults
+from gradsentinel.assembly import default_diagnosers, default_examiners, ema_updater, make_run, with_defaults
 from gradsentinel.attach import Attachment
+from gradsentinel.buffers import version_of
 from gradsentinel.bus import Handle
 from gradsentinel.callback import Callback
 from gradsentinel.decision import Action
-from gradsentinel.errors import ConfigurationError
+from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.events import Event
+from gradsentinel.hints import BLIND, LEFT_OVER, NEVER_STEPPED, Hints, holds_gradients
 from gradsentinel.host import Forward, TorchHost
 from gradsentinel.incident import Incident
 from gradsentinel.watch import Verdict, Watch
 
-logger = logging.getLogger("gradsentinel")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 B = TypeVar("B")
 E = TypeVar("E", bound=Event)
@@ -41,8 +43,8 @@ class Sentinel:
         model: the module, several, or a mapping from name to module. torch.compile and DDP wrappers
             are looked through for names.
         optimizer: one optimizer or several; none that needs a closure.
-        callbacks: what to watch for and what to do, in any order. Without a `Skip` one with default
-            budgets is added, without an `EventLog` likewise.
+        callbacks: what to watch for and what to do, in any order; None is `[NanCallback()]`. Without a
+            `Skip` one with default budgets is added, without an `EventLog` likewise.
         run_dir: where events and incidents are written. None: `gradsentinel-runs/<time>`, made only
             when there is an incident to keep.
         scheduler: LR scheduler(s), stepped after each step that is not dropped.
@@ -51,6 +53,10 @@ class Sentinel:
         ema: an average of the weights (AveragedModel, or an object with update(model) or update());
             updated after each applied step, and part of snapshots if it has a state_dict.
         extra: further objects with state_dict and load_state_dict that belong to the training state.
+        mesh: the job's DeviceMesh, whose dimensions become a rank's coordinates; None finds the one
+            that the parameters are distributed over.
+        timeout: seconds that a rank may keep the others waiting before they stop, naming it.
+        diagnosis_budget: seconds that finding out about one incident may take.
 
     Raises:
         ConfigurationError: for anything that cannot work, at construction.
@@ -62,13 +68,16 @@ class Sentinel:
         model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         scheduler: Any = None,
         scaler: Any = None,
         forward: Forward | None = None,
         ema: Any = None,
         extra: Mapping[str, Any] | None = None,
+        mesh: Any = None,
+        timeout: float = 600.0,
+        diagnosis_budget: float = 30.0,
     ) -> None:
         state = dict(extra or {})
         if ema is not None and hasattr(ema, "state_dict"):
@@ -77,8 +86,13 @@ class Sentinel:
         self.model = model
         self.forward = forward
         self._update_ema = ema_updater(ema, model)
+        run = make_run(self.host, run_dir, mesh=mesh, timeout=timeout)
+        run.model, run.forward, run.diagnosis_budget = model, forward, diagnosis_budget
         self._watch = Watch(
-            make_run(self.host, run_dir), with_defaults(callbacks), examiners=default_examiners()
+            run,
+            with_defaults(callbacks),
+            examiners=default_examiners(),
+            diagnosers=default_diagnosers(),
         )
         self._window = 1
         self._in_window = 0
@@ -86,12 +100,16 @@ class Sentinel:
         self._last_of_loader = False
         self._in_steps = False
         self._saw_backward = False
-        self._told: set[str] = set()
-        self._applied = 0
+        self._hints = Hints()
+        self._left_over: tuple[Optimizer, ...] = ()
         self._verdict: Verdict | None = None
         self._closed = False
         self._untouched: list[tuple[Tensor, int]] | None = self._versions()
-        self._watch.start()
+        try:
+            self._watch.start()
+        except BaseException as error:
+            self._end(error)  # the event log ends with the reason
+            raise
         self._watch.prepare()
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -112,7 +130,13 @@ class Sentinel:
 
     def _steps(self, loader: Iterable[B], accumulate: int) -> Iterator[B]:
         run = self._watch.run
-        total = len(loader) if isinstance(loader, Sized) else None
+        if self._in_steps:
+            raise ConfigurationError(
+                "steps() inside steps(): iterate over validation data without the sentinel"
+            )
+        total: int | None = None
+        with suppress(TypeError, NotImplementedError):  # a DataLoader of an IterableDataset has no length
+            total = len(loader)  # type: ignore[arg-type]
         self._window = accumulate
         self._in_steps = True
         run.data["batch"] = 0
@@ -154,6 +178,9 @@ class Sentinel:
                 "the loss needs no gradient: was it detached, or computed under no_grad?"
             )
         self._freshen()
+        if self._left_over and holds_gradients(self._left_over):
+            self._hints.tell(LEFT_OVER)
+        self._left_over = ()
         scaled = loss / self._window if self._in_steps and self._window > 1 else loss
         if self.host.scaler is not None:
             scaled = self.host.scaler.scale(scaled)
@@ -163,6 +190,7 @@ class Sentinel:
             loss,
             self.host.gradients(),
             scaled=self.host.scaler is not None,
+            reduced=self.host.reduces,
             microbatch=self._in_window - 1 if self._in_steps else None,
         )
 
@@ -192,12 +220,17 @@ class Sentinel:
         if self._in_steps and self._in_window < self._window and not self._last_of_loader:
             return None
         self._freshen()
-        self._tell_if_blind()
+        if not self._saw_backward:
+            self._hints.tell(BLIND)
         host, watch = self.host, self._watch
         optimizers = self._choose(optimizer)
         scale, overflow = host.unscale(optimizers)
         view = host.gradients(optimizers, norm_type=norm_type)
-        verdict = watch.before_clip(view, optimizers=optimizers, loss_scale=scale, overflow=overflow)
+        try:
+            verdict = watch.before_clip(view, optimizers=optimizers, loss_scale=scale, overflow=overflow)
+        except TrainingAborted:
+            watch.forget_step()
+            raise
         norm = view.total_norm
         if verdict.apply:
             if verdict.recomputed:
@@ -208,18 +241,22 @@ class Sentinel:
         host.finish(optimizers, advance=verdict.apply)
         self._verdict = verdict
         if self.applied:
-            self._applied += 1
             self._update_ema()
         self._stepped = True
         self._saw_backward = False
-        late = watch.after_step(verdict, learning_rates=host.learning_rates(), clipped=max_norm is not None)
+        self._left_over = tuple(one for one in host.optimizers if all(one is not mine for mine in optimizers))
+        self._close_step(verdict, clipped=max_norm is not None)
+        return norm
+
+    def _close_step(self, verdict: Verdict, *, clipped: bool) -> None:
+        host, watch = self.host, self._watch
+        late = watch.after_step(verdict, learning_rates=host.learning_rates(), clipped=clipped)
         if late > Action.WARN:  # the step was made, found bad, and undone
             self._verdict = replace(verdict, apply=False, action=late)
         if not self._in_steps:
             watch.prepare()
-        elif len(optimizers) < len(host.optimizers):  # another one's turn may come, on the same batches
+        else:  # another step may follow on the same batches: a GAN's other player, a second epoch of PPO
             watch.prepare(same_batches=True)
-        return norm
 
     def attached(self) -> Attachment:
         """Watch a loop that cannot be edited, through the optimizers' official hooks: a context manager.
@@ -265,42 +302,43 @@ class Sentinel:
 
     @property
     def applied_steps(self) -> int:
-        """How many steps changed the weights, over the whole run."""
-        return self._applied
+        """How many steps changed the weights since this Sentinel was made."""
+        return self._watch.run.applied
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counters and what the callbacks must remember, for the loop's own checkpoint."""
-        run, bus = self._watch.run, self._watch.bus
-        return {
-            "step": run.step,
-            "iteration": run.iteration,
-            "data": dict(run.data),
-            "callbacks": {bus.name_of(callback): callback.state_dict() for callback in bus.callbacks},
-        }
+        return self._watch.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; callbacks that are not there any more are left out."""
-        run, bus = self._watch.run, self._watch.bus
-        run.step, run.iteration, run.data = state["step"], state["iteration"], dict(state["data"])
-        for callback in bus.callbacks:
-            name = bus.name_of(callback)
-            if name in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][name])
+        self._watch.load_state_dict(state)
 
-    def restore(self, path: str | os.PathLike[str] | None = None) -> int:
-        """Put the training state back to one that an aborted run left on disk, and return its step.
+    def restore(self, path: str | os.PathLike[str] | None = None, *, missing_ok: bool = False) -> int:
+        """Put the training state back to one that an earlier run left on disk, and return its step.
+
+        Called on: every rank.
 
         Args:
-            path: the snapshot's directory; None takes the newest of this run directory.
+            path: the snapshot's directory; None takes the newest of this run directory that every
+                rank has.
+            missing_ok: return 0 and change nothing if there is none.
 
         Raises:
             ArchiveError: if there is none, or it is damaged.
             SnapshotMismatch: if it does not fit the model or optimizer; nothing was changed then.
         """
         run = self._watch.run
-        run.restore(run.load_snapshot(path))
+        if path is None and missing_ok and not all(run.consensus.gather(bool(run.saved()))):
+            return 0
+        run.resume(path)
         self._watch.prepare()
+        self._untouched = self._versions()  # these writes are no checkpoint loaded behind our back
         return run.step
+
+    @property
+    def data_position(self) -> Mapping[str, int]:
+        """Where `steps` is in the data: epoch, batches drawn in it, batches drawn over all epochs."""
+        return dict(self._watch.run.data)
 
     @property
     def run_dir(self) -> Path:
@@ -320,8 +358,15 @@ class Sentinel:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
+        if error is None and not self._closed and self._saw_backward and not self._watch.run.iteration:
+            self._hints.tell(NEVER_STEPPED)
         self._closed = True
-        self._watch.close(error)
+        try:
+            self._watch.close(error)
+        finally:
+            self._watch.run.local.detach()
+        if error is None:
+            self._watch.run.consensus.close()
 
     # -- small things --------------------------------------------------------------------------------
 
@@ -339,26 +384,13 @@ class Sentinel:
     def _versions(self) -> list[tuple[Tensor, int]]:
         """Return how often each parameter was written to; lazy ones get their values in the forward pass."""
         named = self.host.named_parameters()
-        return [(parameter, parameter._version) for _, parameter in named if not is_lazy(parameter)]
+        return [(parameter, version_of(parameter)) for _, parameter in named if not is_lazy(parameter)]
 
     def _freshen(self) -> None:
         """Take the initial state again if a checkpoint was loaded between construction and first use."""
         if self._untouched is None:
             return
-        loaded = any(parameter._version != version for parameter, version in self._untouched)
+        loaded = any(version_of(parameter) != version for parameter, version in self._untouched)
         if loaded and not self._in_steps:
             self._watch.prepare()
         self._untouched = None
-
-    def _tell_if_blind(self) -> None:
-        if not self._saw_backward:
-            self._tell(
-                "step() without sentinel.backward(loss): the loss and the micro-batches are not seen, "
-                "so a NaN loss whose gradients are zero is missed; "
-                "call sentinel.backward(loss) instead of loss.backward()"
-            )
-
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            logger.warning(text)

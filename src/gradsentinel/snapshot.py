@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradsentinel.buffers import BufferShadow
 from gradsentinel.errors import GradSentinelError
 from gradsentinel.host import Host
-from gradsentinel.inspection import local, stored
+from gradsentinel.inspection import local, nonfinite_in, stored
 from gradsentinel.rng import RngState
 from gradsentinel.tree import clone_tree
 
@@ -42,6 +42,8 @@ class Snapshot:
     """Position in the data, as `Sentinel.steps` counts it."""
     loss: float | None = None
     grad_norm: float | None = None
+    frozen: tuple[str, ...] = ()
+    """Names of the parameters that are not trained."""
 
     def nbytes(self) -> int:
         """Return the memory held by the tensors, in bytes."""
@@ -50,6 +52,21 @@ class Snapshot:
             for state in optimizer["state"].values():
                 tensors.extend(value for value in state.values() if isinstance(value, Tensor))
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def flaws(self) -> tuple[str, ...]:
+        """Return the names of trained parameters and moments that are not finite: it must not be used then.
+
+        Buffers and frozen parameters may hold an infinity on purpose; the run looks at those.
+        """
+        moments = [
+            (f"{name}:{key}", value)
+            for optimizer in self.optimizers
+            for name, state in optimizer["state"].items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+        trained = [(name, value) for name, value in self.parameters.items() if name not in self.frozen]
+        return tuple(entry.name for entry in nonfinite_in([*trained, *moments]))
 
     def to_tree(self) -> dict[str, Any]:
         """Return a plain nested state for an archive."""
@@ -63,6 +80,7 @@ class Snapshot:
             "data": self.data,
             "loss": self.loss,
             "grad_norm": self.grad_norm,
+            "frozen": list(self.frozen),
         }
 
     @classmethod
@@ -70,6 +88,7 @@ class Snapshot:
         """Rebuild a snapshot from what `to_tree` returned."""
         fields = dict(tree)
         fields["rng"] = RngState.from_tree(fields["rng"])
+        fields["frozen"] = tuple(fields.get("frozen", ()))
         return cls(**fields)
 
 
@@ -110,6 +129,7 @@ def capture(
         optimizers=[_capture_optimizer(optimizer, host, target) for optimizer in host.optimizers],
         stateful={name: clone_tree(entry.state_dict(), target) for name, entry in host.stateful().items()},
         rng=RngState.capture((host.device.type,)),
+        frozen=tuple(name for name, p in host.named_parameters() if not p.requires_grad),
         data=dict(data),
     )
 
@@ -165,6 +185,8 @@ def _capture_optimizer(optimizer: Optimizer, host: Host, target: torch.device) -
     names = {id(parameter): name for name, parameter in host.named_parameters()}
     state: dict[str, Any] = {}
     for parameter, entries in optimizer.state.items():
+        if id(parameter) not in names or not isinstance(entries, Mapping):
+            continue  # a counter of the optimizer's own, under a key that is no parameter
         kept = {}
         for key, value in entries.items():
             if isinstance(value, Tensor):
@@ -192,7 +214,7 @@ def _restore_optimizer(
             else:
                 group[key] = copy.deepcopy(value)
     kept = {id(parameters[name]): (parameters[name], entries) for name, entries in saved["state"].items()}
-    for parameter in [p for p in optimizer.state if id(p) not in kept]:
+    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in kept]:
         del optimizer.state[parameter]
     for parameter, entries in kept.values():
         state = optimizer.state[parameter]
@@ -209,6 +231,15 @@ def _restore_optimizer(
             elif isinstance(value, Tensor):
                 # A step counter that Adam keeps on the CPU stays there; moments follow their parameter.
                 where = value.device if value.dim() == 0 and value.device.type == "cpu" else parameter.device
-                state[key] = value.to(where, copy=True)
+                state[key] = _as_shard(value.to(where, copy=True), parameter)
             else:
                 state[key] = copy.deepcopy(value)
+
+
+def _as_shard(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return a moment of a distributed parameter as its optimizer would have made it: distributed too."""
+    if not hasattr(parameter, "device_mesh") or local(parameter).shape != values.shape:
+        return values
+    shard = torch.zeros_like(parameter, dtype=values.dtype)
+    local(shard).copy_(values)
+    return shard

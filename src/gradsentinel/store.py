@@ -26,6 +26,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._taken: set[str] = set()
+        """Ids given out, whether or not the disk took them."""
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is a file; give a directory for the run")
@@ -42,7 +44,13 @@ class RunDirectory:
 
     def new_incident_id(self, step: int, kind: str) -> str:
         """Return an id that no incident of this directory has: step, kind and, if taken, a number."""
-        return unused(self.incidents, f"{step:06d}-{kind}").name
+        base = f"{step:06d}-{kind}"
+        name, number = base, 1
+        while name in self._taken or os.path.lexists(self.incidents / name):
+            number += 1
+            name = f"{base}-{number}"
+        self._taken.add(name)
+        return name
 
     def write_incident(self, incident: Incident) -> Path:
         """Write incident.json, replacing an earlier version at once; returns its directory."""
@@ -80,7 +88,7 @@ class RunDirectory:
                 found.append(read_incident(entry))
             except StoreError as error:
                 problems.append(error)
-        found.sort(key=lambda incident: (incident.time, incident.step, incident.id))
+        found.sort(key=lambda incident: (incident.time, incident.iteration, incident.id))
         return found, problems
 
     def events_file(self, rank: int) -> Path:
@@ -170,7 +178,7 @@ def write_json(path: Path, data: Any) -> None:
 def unused(directory: Path, name: str) -> Path:
     """Return a path in the directory that does not exist: the name, with a number if it is taken."""
     path, number = directory / name, 1
-    while path.exists():
+    while os.path.exists(path):  # noqa: PTH110 - Path.exists raises where the directory may not be read
         number += 1
         path = directory / f"{name}-{number}"
     return path

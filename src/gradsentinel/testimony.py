@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from gradsentinel.decision import Action, Kind, Severity, merge
-from gradsentinel.evidence import Evidence
-from gradsentinel.incident import Incident, Rank, fold, now
+from gradsentinel.evidence import Diagnosis, Evidence, TensorEvidence
+from gradsentinel.incident import Incident, Rank, fold, jsonable, now
 from gradsentinel.run import Run
+from gradsentinel.topology import fold_ranks
 
 _STATE = {Kind.NONFINITE_PARAMETER, Kind.NONFINITE_STATE}
 _FIRST = (
@@ -19,6 +22,14 @@ _FIRST = (
     Kind.NONFINITE_GRADIENT,
 )
 """What explains the rest comes first: a bad state makes a bad loss, a bad loss makes bad gradients."""
+_MOST_TENSORS = 64
+_MOST_TRAVELLING = 16
+"""So many tensors of a finding are named, fewer where ranks exchange them: each gets those of all."""
+_MOST_SAMPLES = 64
+_LONGEST_TEXT = 1000
+"""Characters of a sentence that travels; of the further details, twice as many."""
+_LONGEST_FACT = 300
+_MOST_FACTS = 16
 _PERSISTS_AFTER = 3
 """So many incidents at the same place in a row are no accident."""
 
@@ -41,6 +52,55 @@ class _Testimony:
     statements: tuple[Statement, ...]
 
 
+def bounded(evidence: Evidence, *, travels: bool) -> Evidence:
+    """Return evidence of a size that neither the model nor the batch decides, plain data if it travels.
+
+    Of more tensors than can be named the first few stay, and the worst: those with the most non-finite
+    elements, then the largest norm. The number stays exact, in `details` under "tensor_count".
+    """
+    if not (isinstance(evidence, Evidence) and isinstance(evidence.action, Action)):
+        raise TypeError(f"confirm returned {evidence!r:.100}; it returns an Evidence or None")
+    most = _MOST_TRAVELLING if travels else _MOST_TENSORS
+    kept = replace(evidence, kind=Kind(evidence.kind), samples=evidence.samples[:_MOST_SAMPLES])
+    if travels:
+        details = jsonable(evidence.details)
+        if len(str(details)) > 2 * _LONGEST_TEXT:
+            details = {"left_out": f"details of {len(str(details))} characters"}
+        kept = replace(
+            kept,
+            message=_short(evidence.message, _LONGEST_TEXT),
+            samples=tuple(replace(s, id=jsonable(s.id)) for s in kept.samples[:_MOST_TRAVELLING]),
+            details=details,
+        )
+        if kept.diagnosis is not None:
+            facts, remedy = _few(kept.diagnosis.evidence), _few(kept.diagnosis.remedy)
+            kept = replace(kept, diagnosis=replace(kept.diagnosis, evidence=facts, remedy=remedy))
+    if len(evidence.tensors) <= most:
+        return kept
+    tensors = list(enumerate(evidence.tensors))
+    first, rest = tensors[: most // 4], tensors[most // 4 :]
+    worst = sorted(rest, key=lambda entry: _badness(entry[1]), reverse=True)[: most - len(first)]
+    return replace(
+        kept,
+        tensors=tuple(tensor for _, tensor in (*first, *sorted(worst, key=itemgetter(0)))),
+        details={**kept.details, "tensor_count": len(tensors)},
+    )
+
+
+def _badness(tensor: TensorEvidence) -> tuple[int, float]:
+    return tensor.nonfinite, math.inf if math.isnan(tensor.norm) else tensor.norm
+
+
+def _few(facts: Sequence[str]) -> tuple[str, ...]:
+    """The first of many sentences, and how many more there are."""
+    shown = tuple(_short(fact, _LONGEST_FACT) for fact in facts[:_MOST_FACTS])
+    return shown if len(facts) <= _MOST_FACTS else (*shown, f"and {len(facts) - _MOST_FACTS} more")
+
+
+def _short(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
 def open_incidents(run: Run, confirmed: Sequence[Statement]) -> list[Incident]:
     """Merge what the ranks confirmed into incidents, the one to act on last; called on every rank.
 
@@ -61,7 +121,7 @@ def _open(run: Run, group: Sequence[tuple[Rank, Statement]], time: str) -> Incid
     first = min((statement for _, statement in group), key=lambda s: _lead(s.evidence))
     lead = first.evidence
     others = dict.fromkeys(s.evidence.message for _, s in group if s.evidence.message != lead.message)
-    origin = {rank.rank: rank for rank, s in group if s.evidence.kind is lead.kind}
+    origin = _origin(group, lead)
     own_id = run.directory.new_incident_id(first.step, str(lead.kind))
     incident = Incident(
         id=run.consensus.gather(own_id)[0],
@@ -70,17 +130,31 @@ def _open(run: Run, group: Sequence[tuple[Rank, Statement]], time: str) -> Incid
         action=merge(s.evidence.action for _, s in group),
         message=lead.message,
         time=time,
+        iteration=run.iteration,
         detector=first.detector,
         tensors=lead.tensors,
         ranks=tuple(origin.values()),
-        microbatch=lead.microbatch,
+        microbatch=None if lead.microbatch is None else int(lead.microbatch),
         samples=lead.samples,
         diagnosis=lead.diagnosis,
         loss=run.last_loss,
         grad_norm=run.last_grad_norm,
-        notes=tuple(others),
+        notes=_few(tuple(others)),
         details=dict(lead.details),
     )
+    if "tensor_count" in lead.details:
+        incident.notes += (f"{lead.details['tensor_count']} tensors are affected; the worst are listed",)
+    if lead.kind is Kind.NONFINITE_GRADIENT and not lead.origin:
+        incident.message += "; every rank's own gradients are finite, their sum is not"
+        incident.diagnosis = Diagnosis(
+            cause="math",
+            confidence=0.5,
+            phase="reduce",
+            evidence=("local gradients were finite on every rank before the reduction",),
+            remedy=("lower the loss scale or clip local gradients: their sum overflows",),
+        )
+    if lead.kind is Kind.RANK_DIVERGENCE:
+        _name_the_odd_ones(incident, group)
     pattern = _pattern(incident, run.incidents)
     if pattern:
         incident.notes += (pattern,)
@@ -97,9 +171,43 @@ def severity_of(incident: Incident, history: Sequence[Incident]) -> Severity:
     return Severity.WARNING
 
 
-def _lead(evidence: Evidence) -> tuple[int, int]:
+def _lead(evidence: Evidence) -> tuple[int, bool]:
     place = _FIRST.index(evidence.kind) if evidence.kind in _FIRST else len(_FIRST)
-    return place, -int(evidence.action)
+    return place, not evidence.origin
+
+
+def _origin(group: Sequence[tuple[Rank, Statement]], lead: Evidence) -> dict[int, Rank]:
+    """The ranks where it began, as far as they know: the others only received it."""
+    same = [(rank, s.evidence) for rank, s in group if s.evidence.kind is lead.kind]
+    began = {rank.rank: rank for rank, evidence in same if evidence.origin}
+    return began or {rank.rank: rank for rank, _ in same}
+
+
+def _name_the_odd_ones(incident: Incident, group: Sequence[tuple[Rank, Statement]]) -> None:
+    """Find, in each group that differs, the checksum most ranks have; the others are the odd ones."""
+    parties: dict[tuple[str, int], dict[int, list[Rank]]] = {}
+    alike_until: list[int] = []
+    for rank, statement in group:
+        details = statement.evidence.details
+        if "checksum" in details:
+            key = (str(details["group"]), int(details["group_size"]))
+            alike_until.append(int(details.get("alike_until", -1)))
+            parties.setdefault(key, {}).setdefault(int(details["checksum"]), []).append(rank)
+    odd: dict[int, Rank] = {}
+    majority: dict[str, int] = {}
+    for (name, size), by_checksum in parties.items():
+        largest = max(by_checksum.values(), key=len)
+        if 2 * len(largest) <= size:
+            odd.update({rank.rank: rank for ranks in by_checksum.values() for rank in ranks})
+            incident.notes += (f"{name}: no majority, so nobody can say who is right",)
+            continue
+        majority[name] = largest[0].rank
+        odd.update({r.rank: r for ranks in by_checksum.values() if ranks is not largest for r in ranks})
+    if parties:
+        incident.ranks = tuple(odd[rank] for rank in sorted(odd))
+        counted = {key: value for key, value in incident.details.items() if key == "tensor_count"}
+        incident.details = {"majority": majority, "alike_until": min(alike_until), **counted}
+        incident.message += f"; {fold_ranks(odd)} {'differs' if len(odd) == 1 else 'differ'}"
 
 
 def _streak(incident: Incident, history: Sequence[Incident]) -> list[Incident]:

@@ -9,7 +9,7 @@ _swallowed: deque[Exception] = deque(maxlen=100)
 
 def record_swallowed(error: Exception) -> None:
     """Remember an exception that was reported and not raised; called by the bus."""
-    _swallowed.append(error)
+    _swallowed.append(error.with_traceback(None))  # its frames would keep the step's tensors alive
 
 
 def swallowed() -> list[Exception]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,21 +15,14 @@ from torch.optim import Optimizer
 from gradsentinel import events
 from gradsentinel.bus import Bus, Listener
 from gradsentinel.callback import Callback
+from gradsentinel.comparison import compare_replicas, compare_settings
 from gradsentinel.decision import Action, Kind, merge
-from gradsentinel.errors import TrainingAborted
-from gradsentinel.evidence import Evidence, Finding
+from gradsentinel.evidence import Finding
 from gradsentinel.gradients import GradientView
-from gradsentinel.incident import Incident, Outcome, Recovery
+from gradsentinel.incident import Incident, Outcome
+from gradsentinel.inquiry import Diagnoser, Examiner, Inquiry
 from gradsentinel.judge import Filed, Judge, Ruling
-from gradsentinel.recovery import Ladder
 from gradsentinel.run import Run
-from gradsentinel.testimony import Statement, open_incidents, severity_of
-from gradsentinel.testing import record_swallowed
-
-logger = logging.getLogger("gradsentinel")
-
-Examiner = Callable[[Evidence, Run], Evidence]
-"""Looks closer at one rank's evidence, on the host: no collectives, nothing changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +31,12 @@ class Verdict:
 
     apply: bool
     """True when the optimizer should step."""
+    step: int = 0
+    """The step it is about; the run may go on from another one."""
     action: Action = Action.CONTINUE
     incident: Incident | None = None
+    went_back: bool = False
+    """True when the run goes on from an earlier step."""
     grad_norm: float = 0.0
     loss: float | None = None
     safe_norm: float | None = None
@@ -50,41 +48,54 @@ class Verdict:
     """True when the loss scaler is going to drop this step by itself."""
 
 
-_QUIET_STEPS = 100
-"""A warning that comes back within so many steps is the same one going on."""
+_RECOMPUTED = {Outcome.RETRIED, Outcome.RESCUED}
 
 
 class Watch:
     """Runs the phases of a step: detect, agree, keep evidence, diagnose, recover, record."""
 
     def __init__(
-        self, run: Run, callbacks: Sequence[Callback], *, examiners: Sequence[Examiner] = ()
+        self,
+        run: Run,
+        callbacks: Sequence[Callback],
+        *,
+        examiners: Sequence[Examiner] = (),
+        diagnosers: Sequence[Diagnoser] = (),
     ) -> None:
         self.run = run
-        self.bus = Bus(callbacks, self._callback_failed)
+        self.bus = Bus(callbacks, self._callback_failed, alone=run.consensus.world_size == 1)
         self.judge = Judge(run.consensus)
-        self.examiners = list(examiners)
+        self.inquiry = Inquiry(run, self.bus, examiners=examiners, diagnosers=diagnosers)
         self.expected_microbatches: int | None = None
         """How many micro-batches the last step had; None before the first."""
         self._pending: list[Filed] = []
-        self._warnings: dict[tuple[str, Kind], tuple[Incident, int]] = {}
         self._losses: list[Tensor] = []
         self._microbatch = 0
         self._begun = False
         self._prepared = False
         self._closed = False
+        self._generation = 0
+        self._due: tuple[bool, ...] = ()
+        """What is due after the step in flight, as agreed: settling, and a comparison for each comparer."""
 
     # -- what the loop or the adapter calls ----------------------------------------------------------
 
     def start(self) -> None:
         """Emit the first event and settle what detectors say of the initial state."""
+        compare_settings(self.run, self.bus)
         self.run.health.learn()
         self._pending += self.bus.emit(events.RunStart(step=self.run.step, run=self.run))
+        self._pending += compare_replicas(self.run, self.bus, self.run.step, self.bus.comparers())
         self.settle_pending()
 
     def prepare(self, *, same_batches: bool = False) -> None:
         """Remember the state as it is now, for the step that comes next, on new batches or the same."""
+        generation = getattr(self.run.host, "generation", 0)
+        if generation != self._generation:
+            self._generation = generation
+            self.run.scene.buffers.find()
         self.run.scene.begin(same_batches=same_batches)
+        self.run.local.begin_step()
         self._prepared = True
 
     def begin_step(self) -> None:
@@ -122,6 +133,7 @@ class Watch:
             self.begin_step()
         if loss is not None:
             self._losses.append(loss.detach())
+        self.run.local.end_microbatch()
         index = self._microbatch if microbatch is None else microbatch
         self._microbatch += 1
         if self.bus.hears(events.AfterBackward):
@@ -155,6 +167,7 @@ class Watch:
         started = time.perf_counter()
         self.run.optimizers = tuple(optimizers) or tuple(self.run.host.optimizers)
         losses = tuple(self._losses)
+        due = self._due_after(self.run.step)
         filed = self._take_pending()
         if self.bus.hears(events.BeforeClip):
             event = events.BeforeClip(
@@ -169,24 +182,26 @@ class Watch:
         extras.update({f"loss{index}": loss for index, loss in enumerate(losses)})
         if loss_scale is not None and overflow is not None:
             extras.update(loss_scale=loss_scale, overflow=overflow)
-        ruling = self._rule(filed, extras)
+        ruling = self._rule(filed, extras, due)
+        self._due = ruling.due
         norm = ruling.values["grad_norm"]
         seen = [ruling.values[f"loss{index}"] for index in range(len(losses))]
         loss = sum(seen) / len(seen) if seen else None
         self.run.last_loss, self.run.last_grad_norm = loss, norm
         skips = bool(ruling.values.get("overflow"))
         scale = ruling.values.get("loss_scale")
-        apply, recomputed, action = True, False, Action.CONTINUE
-        incidents = self._confirm(ruling, started)
-        for incident in incidents:
-            applies, new = self._handle(incident)
-            apply, recomputed = apply and applies, recomputed or new
-            action = max(action, incident.action)
+        step = self.run.step
+        incidents = self.inquiry.confirm(ruling, started)
+        recoveries = [self.inquiry.handle(incident) for incident in incidents]
+        apply = all(recovery.apply for recovery in recoveries)
+        recomputed = any(recovery.outcome in _RECOMPUTED for recovery in recoveries)
         usual = apply and not recomputed and not skips
         return Verdict(
             apply=apply,
-            action=action,
+            step=step,
+            action=merge(incident.action for incident in incidents),
             incident=incidents[-1] if incidents else None,
+            went_back=any(recovery.step is not None for recovery in recoveries),
             grad_norm=norm,
             loss=loss,
             safe_norm=_safe_norm(gradients, norm) if usual else None,
@@ -202,20 +217,22 @@ class Watch:
 
         Returns what was done about the step once it was made: CONTINUE in a healthy run.
         """
-        step = self.run.step
-        rolled_back = verdict.action is Action.ROLLBACK
+        step = verdict.step
+        applied = verdict.apply and not verdict.scaler_skips
         self.run.iteration += 1
-        if not rolled_back:
+        self.run.applied += applied
+        if applied and verdict.incident is None:
+            self.run.scene.healthy = tuple(self.run.scene.microbatches)
+        if not verdict.went_back:
             self.run.step += 1
         if self._microbatch:
             self.expected_microbatches = self._microbatch
-        self._microbatch = 0
-        self._losses.clear()
-        self._begun = False
+        self.forget_step()
         if self.bus.hears(events.AfterStep):
             event = events.AfterStep(
                 step=step,
-                applied=verdict.apply and not verdict.scaler_skips,
+                applied=applied,
+                iteration=self.run.iteration - 1,
                 action=verdict.action,
                 grad_norm=verdict.grad_norm,
                 loss=verdict.loss,
@@ -225,9 +242,38 @@ class Watch:
                 clipped=clipped,
             )
             self._pending += self.bus.emit(event)
-        if not rolled_back and self.bus.must_settle(step):
+        if verdict.went_back:
+            return Action.CONTINUE
+        settles, *compares = self._due
+        comparers = [one for one, due in zip(self.bus.comparers(), compares, strict=True) if due]
+        self._pending += compare_replicas(self.run, self.bus, step, comparers)
+        if settles:
             return self.settle_pending()
         return Action.CONTINUE
+
+    def forget_step(self) -> None:
+        """Forget the step in flight: it came to nothing, and the loop may go on from a restored state."""
+        self._microbatch = 0
+        self._losses.clear()
+        self._begun = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return step counters and what the callbacks must remember over a restart."""
+        run, bus, states = self.run, self.bus, {}
+        for callback in bus.callbacks:
+            states[bus.name_of(callback)] = (
+                bus.ask(callback, callback.state_dict, run.step, "state_dict") or {}
+            )
+        return {"step": run.step, "iteration": run.iteration, "data": dict(run.data), "callbacks": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; callbacks that are not there any more are left out."""
+        run, bus = self.run, self.bus
+        run.step, run.iteration, run.data = state["step"], state["iteration"], dict(state["data"])
+        for callback in bus.callbacks:
+            mine = state["callbacks"].get(bus.name_of(callback))
+            if mine:
+                callback.load_state_dict(mine)
 
     def settle_pending(self) -> Action:
         """Agree on findings that were made outside `before_clip`; called on every rank.
@@ -236,12 +282,12 @@ class Watch:
         """
         started = time.perf_counter()
         ruling = self._rule(self._take_pending(), {})
-        incidents = self._confirm(ruling, started)
+        incidents = self.inquiry.confirm(ruling, started)
         for incident in incidents:
             self.run.optimizers = tuple(self.run.host.optimizers)
             if incident.action > Action.WARN:  # the step is made: it can no longer be retried or skipped
                 incident.action = max(incident.action, Action.ROLLBACK)
-            self._handle(incident)
+            self.inquiry.handle(incident)
         return merge(incident.action for incident in incidents)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -253,114 +299,31 @@ class Watch:
             if error is None:
                 self.settle_pending()
         finally:
-            self.bus.emit(events.RunEnd(step=self.run.step, error=error))
-        if error is None:  # a callback may have raised in the last event itself
+            self._pending += self.bus.emit(events.RunEnd(step=self.run.step, error=error))
+        if error is None:  # the state that the run ends with may be bad
             self.settle_pending()
 
     # -- the phases ----------------------------------------------------------------------------------
 
-    def _rule(self, filed: Sequence[Filed], extras: Mapping[str, Tensor]) -> Ruling:
+    def _rule(
+        self, filed: Sequence[Filed], extras: Mapping[str, Tensor], due: tuple[bool, ...] = ()
+    ) -> Ruling:
         self.judge.slots = self.bus.slots
-        return self.judge.rule(filed, extras, self.run.host.device)
+        return self.judge.rule(filed, extras, self.run.host.device, due=due)
+
+    def _due_after(self, step: int) -> tuple[bool, ...]:
+        """Say what is due after this step; agreed on with the ruling: a rank may fail to know it."""
+        compares = [
+            bool(self.bus.ask(comparer, partial(comparer.compares, step), step, "compares"))
+            for comparer in self.bus.comparers()
+        ]
+        return (self.bus.must_settle(step), *compares)
 
     def _take_pending(self) -> list[Filed]:
         pending, self._pending = self._pending, []
         return pending
 
-    def _confirm(self, ruling: Ruling, started: float) -> list[Incident]:
-        """Look closer on the host; every rank does as soon as one suspects something."""
-        if not ruling.suspicious:
-            return []
-        confirmed: list[Statement] = []
-        for entry in ruling.fired:
-            name = entry.detector
-            try:
-                evidence = entry.finding.resolve()
-                if evidence is not None:
-                    for examine in self.examiners:
-                        evidence = examine(evidence, self.run)
-            except Exception as error:  # a suspicion that cannot be examined stands
-                logger.exception("step %d: evidence of %s failed", entry.step, name)
-                record_swallowed(error)
-                evidence = Evidence(
-                    kind=entry.finding.kind,
-                    action=entry.finding.action,
-                    message=f"{entry.finding.kind} suspected; looking closer failed: {error}",
-                    microbatch=entry.finding.microbatch,
-                )
-            if evidence is not None and evidence.action > Action.CONTINUE:
-                confirmed.append(Statement(name, entry.step, evidence))
-        incidents = open_incidents(self.run, confirmed)
-        for incident in incidents:
-            incident.seconds["detect"] = time.perf_counter() - started
-        return incidents
-
-    def _handle(self, incident: Incident) -> tuple[bool, bool]:
-        """Evidence, diagnosis, recovery, record; returns (apply the step, gradients are new)."""
-        run = self.run
-        if incident.action is Action.WARN and self._goes_on(incident):
-            return True, False
-        run.incidents.append(incident)
-        self._write(incident)
-        self.bus.emit(
-            events.IncidentEvent(step=incident.step, incident=incident, scene=run.scene.as_mapping())
-        )
-        if incident.diagnosis is not None:
-            self.bus.emit(
-                events.DiagnosisEvent(step=incident.step, incident=incident, diagnosis=incident.diagnosis)
-            )
-        incident.severity = severity_of(incident, run.incidents)
-        if incident.action is Action.WARN:
-            self._write(incident)
-            logger.warning("step %d: %s", incident.step, incident.message)
-            return True, False
-        return self._recover(incident)
-
-    def _goes_on(self, incident: Incident) -> bool:
-        """Count a warning that goes on step after step, instead of opening an incident for each step."""
-        key = (incident.detector, incident.kind)
-        first, last_step = self._warnings.get(key, (incident, incident.step))
-        self._warnings[key] = (first, incident.step)
-        if first is incident or incident.step - last_step > _QUIET_STEPS:
-            self._warnings[key] = (incident, incident.step)
-            return False
-        count = first.details["repeated"] = first.details.get("repeated", 0) + 1
-        first.details["last_step"] = incident.step
-        if count & (count - 1) == 0:  # at 1, 2, 4, 8 ...: what goes on for ever must not flood log and disk
-            logger.warning(
-                "step %d: %s (%d more since step %d)", incident.step, incident.message, count, first.step
-            )
-            self._write(first)
-        return True
-
-    def _recover(self, incident: Incident) -> tuple[bool, bool]:
-        started = time.perf_counter()
-        try:
-            recovery = Ladder(self.bus.responders()).recover(incident, self.run)
-        except TrainingAborted as error:
-            incident.seconds["recover"] = time.perf_counter() - started
-            self._write(incident)
-            logger.error("%s", error)  # noqa: TRY400 - the traceback travels with the exception
-            failed = Recovery(outcome=Outcome.ABORTED, apply=False, message=incident.recovery)
-            self.bus.emit(events.RecoveryEvent(step=incident.step, incident=incident, recovery=failed))
-            raise
-        incident.outcome = recovery.outcome
-        incident.recovery = recovery.message
-        incident.seconds["recover"] = time.perf_counter() - started
-        self._write(incident)
-        logger.warning("step %d: %s; %s", incident.step, incident.message, recovery.message)
-        self.bus.emit(events.RecoveryEvent(step=incident.step, incident=incident, recovery=recovery))
-        return recovery.apply, recovery.apply
-
-    def _write(self, incident: Incident) -> None:
-        if self.run.consensus.rank:
-            return
-        try:
-            self.run.directory.write_incident(incident)
-        except OSError as error:
-            logger.error("incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
-
-    def _callback_failed(self, listener: Listener, error: Exception, event: events.Event) -> None:
+    def _callback_failed(self, listener: Listener, error: Exception, step: int) -> None:
         """File a callback's failure as a finding of its own slot, so that all ranks hear of it."""
         finding = Finding(
             kind=Kind.CALLBACK_ERROR,
@@ -368,7 +331,7 @@ class Watch:
             value=torch.tensor(True),
             message=f"{listener.name} raised {type(error).__name__}: {error}; the run goes on without it",
         )
-        self._pending.append(Filed(listener.slot, event.step, finding, listener.name))
+        self._pending.append(Filed(listener.slot, step, finding, listener.name))
 
 
 def _safe_norm(gradients: GradientView, norm: float) -> float | None:

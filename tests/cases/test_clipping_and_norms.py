@@ -141,6 +141,18 @@ def test_clipping_by_another_norm_that_overflows(norm_type, watch, drive, given)
     assert torch.linalg.vector_norm(model.w.detach(), norm_type).item() == pytest.approx(1.0, rel=1e-3)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.5, 0.0, -1.0, float("inf"), -float("inf")])
+def test_culprit_is_found_whatever_norm_is_clipped(norm_type, value, three, watch, drive, told, named, given):
+    """A norm of order 0 counts a NaN as one element, a negative order makes 0 of an Inf."""
+    sentinel = watch(three, torch.optim.Adam(three.parameters()))
+    gradients = gradients_with(value)
+    actions = drive(sentinel, [0], lambda _: given(three, gradients), max_norm=1.0, norm_type=norm_type)
+    assert actions == ["skip"]
+    assert told(sentinel) == [(0, "nonfinite_gradient", "skipped")]
+    assert named(sentinel.incidents[0]) == {"b"}
+
+
 def test_clipping_overflowed_norm_over_mixed_dtypes(watch, drive, nonfinite, given):
     """One fp16 parameter whose norm overflows in fp16 beside an fp32 one: one true norm for both."""
 

@@ -98,7 +98,9 @@ def test_stops_when_the_cause_stays(watch, drive, nonfinite):
     with pytest.raises(TrainingAborted, match="rollbacks"):
         drive(sentinel, batches(500), loss_of)
     assert nonfinite(model, optimizer) == []
-    assert len(list(sentinel.run_dir.glob("snapshots/*"))) == 1
+    steps = sorted(int(path.name.split("-")[1]) for path in sentinel.run_dir.glob("snapshots/*"))
+    assert len(steps) == 2  # the newest that was called good, and the one that the last rollback went to
+    assert steps[0] <= JUMP
 
 
 def test_magnitude_bound_sees_it_long_before(watch, drive, told):

@@ -231,6 +231,31 @@ def test_hyperparameter_set_to_nan_once(setting, watch, drive, told, nonfinite):
     assert sentinel.step_count == 7
 
 
+@pytest.mark.parametrize("callbacks", [[], [Rollback(every=5, confirm_after=1)]], ids=["alone", "rollback"])
+def test_bad_update_in_the_very_last_step(callbacks, watch, told, nonfinite):
+    """No later loss and no later check would show it, and then the final weights are saved.
+
+    Closing the run is the last chance: it goes back to the last good state, or says that there is none.
+    """
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sentinel = watch(model, optimizer, NanCallback(), *callbacks)
+    for step in range(23):
+        if step == 22:
+            optimizer.param_groups[0]["lr"] = torch.nan
+        sentinel.backward(quadratic(model)(torch.randn(8, 4)))
+        sentinel.step()
+    if callbacks:
+        sentinel.close()
+        assert nonfinite(model, optimizer) == []
+    else:
+        with pytest.raises(TrainingAborted, match="weight"):
+            sentinel.close()
+    assert [(kind, outcome) for _, kind, outcome in told(sentinel)] == [
+        ("nonfinite_parameter", "rolled_back" if callbacks else "aborted")
+    ]
+
+
 def test_momentum_overflows(watch, drive, term, told, named, nonfinite):
     """Finite gradients of 2e38 in a row: 0.9 * m + g is Inf in the momentum buffer."""
     model = nn.Linear(4, 1, bias=False)
@@ -266,39 +291,3 @@ def test_clipping_saves_the_second_moment(watch, drive, nonfinite):
     assert actions == ["continue"] * 3
     assert sentinel.incidents == ()
     assert nonfinite(model, optimizer) == []
-
-
-@pytest.mark.parametrize("use_buffers", [True, False])
-def test_average_of_a_poisoned_model(use_buffers, watch, drive, told, nonfinite):
-    """The weights turn NaN in optimizer.step, the average is updated with them: both go back."""
-    model = Bag(torch.float16)
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=use_buffers
-    )
-    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
-    callbacks = NanCallback(), Rollback(every=1, confirm_after=0)
-    sentinel = watch(model, optimizer, *callbacks, ema=average)
-    step = iter(range(5))
-
-    def loss_of(rows):
-        if next(step) == 2:
-            optimizer.param_groups[0]["eps"] = 1e-8
-        return model.loss(rows)
-
-    drive(sentinel, [[1, 2], [1, 3], [1, 4], [2, 4], [1, 2]], loss_of)
-    assert told(sentinel) == [(2, "nonfinite_parameter", "rolled_back")]
-    assert nonfinite(model, optimizer, average) == []
-    assert average.n_averaged.item() == 4
-
-
-def test_average_is_not_updated_by_a_dropped_step(watch, drive, nonfinite):
-    """A dropped step does not count for the average either."""
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
-    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sentinel = watch(model, optimizer, ema=average)
-    batches = [torch.randn(8, 4) for _ in range(4)]
-    batches[1][0] = torch.nan
-    assert drive(sentinel, batches, quadratic(model)) == ["continue", "skip", "continue", "continue"]
-    assert average.n_averaged.item() == 3
-    assert nonfinite(model, optimizer, average) == []

@@ -204,83 +204,6 @@ def test_tied_weights(watch, drive, told, nonfinite):
     assert nonfinite(model, optimizer) == []
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-def test_sparse_embedding_with_one_bad_row(optimizer_class, value, watch, drive, told, nonfinite):
-    """nn.Embedding(sparse=True): gradients are uncoalesced, token 3 occurs twice, one of its rows is bad."""
-    embedding = nn.Embedding(6, 3, sparse=True)
-    optimizer = optimizer_class(embedding.parameters(), lr=0.1)
-    sentinel = watch(embedding, optimizer)
-    tokens = torch.tensor([1, 3, 5, 3])
-
-    def loss_of(step):
-        rows = embedding(tokens)
-        assert rows.requires_grad
-        if step == 1:
-            rows.register_hook(lambda g: g.index_put((torch.tensor(3), torch.tensor(2)), torch.tensor(value)))
-        return rows.pow(2).mean()
-
-    assert drive(sentinel, [0, 1, 2], loss_of) == ["continue", "skip", "continue"]
-    assert told(sentinel) == [(1, "nonfinite_gradient", "skipped")]
-    (tensor,) = sentinel.incidents[0].tensors
-    assert (tensor.name, tensor.nonfinite, tensor.first_index) == ("weight", 1, (3, 2))
-    assert nonfinite(embedding, optimizer) == []
-
-
-def test_sparse_entries_that_overflow_only_when_summed(watch, drive, told, nonfinite):
-    """Two finite entries of one row, 2e38 each: their sum, which the optimizer uses, is Inf."""
-    embedding = nn.Embedding(6, 3, sparse=True)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
-    sentinel = watch(embedding, optimizer)
-
-    def loss_of(step):
-        rows = embedding(torch.tensor([1, 3, 3]))
-        if step == 1:
-            rows.register_hook(lambda g: torch.full_like(g, 2e38))
-        return rows.pow(2).mean()
-
-    assert drive(sentinel, [0, 1, 2], loss_of) == ["continue", "skip", "continue"]
-    assert told(sentinel) == [(1, "nonfinite_gradient", "skipped")]
-    assert sentinel.incidents[0].tensors[0].first_index == (3, 0)
-    assert nonfinite(embedding, optimizer) == []
-
-
-def test_sparse_gradients_that_cancel_or_are_huge(watch, drive, nonfinite):
-    """Duplicates that cancel and finite rows whose norm overflows are no incident; clipping holds."""
-    embedding = nn.Embedding(6, 3, sparse=True)
-    embedding.weight.data.zero_()
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
-    sentinel = watch(embedding, optimizer)
-
-    def loss_of(step):
-        rows = embedding(torch.tensor([1, 3, 3]))
-        signs = torch.tensor([[1.0], [3e38], [-3e38]]) if step == 0 else torch.tensor([[3e38], [1.0], [1.0]])
-        rows.register_hook(lambda g: signs.expand(3, 3).clone())
-        return rows.sum()
-
-    assert drive(sentinel, [0, 1], loss_of, max_norm=1.0) == ["continue", "continue"]
-    assert sentinel.incidents == ()
-    assert nonfinite(embedding, optimizer) == []
-    assert embedding.weight.detach().norm(dim=1).max().item() == pytest.approx(2.0, rel=1e-3)
-
-
-def test_two_accumulated_sparse_micro_batches(watch, drive, told):
-    """The second of two micro-batches is bad; sparse gradients add up by concatenation."""
-    embedding = nn.Embedding(6, 3, sparse=True)
-    sentinel = watch(embedding, torch.optim.SparseAdam(embedding.parameters()))
-
-    def loss_of(batch):
-        rows = embedding(torch.tensor([1, 3]))
-        if batch == 3:
-            rows.register_hook(lambda g: g * torch.nan)
-        return rows.pow(2).mean()
-
-    assert drive(sentinel, range(4), loss_of, accumulate=2) == ["continue", "skip"]
-    assert told(sentinel) == [(1, "nonfinite_gradient", "skipped")]
-    assert sentinel.incidents[0].microbatch == 1
-
-
 def test_complex_valued_network(watch, drive, told, nonfinite):
     """Complex layers train, and a NaN batch is dropped."""
     model = nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 1, dtype=torch.complex64))
@@ -291,46 +214,6 @@ def test_complex_valued_network(watch, drive, told, nonfinite):
     actions = drive(sentinel, batches, lambda x: model(x).abs().pow(2).mean(), max_norm=1.0)
     assert actions == ["continue", "continue", "skip", "continue"]
     assert told(sentinel) == [(2, "nonfinite_input", "skipped")]
-    assert nonfinite(model, optimizer) == []
-
-
-def lazy_network():
-    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
-
-
-@pytest.mark.parametrize("bad", [0, 1, 2])
-@pytest.mark.parametrize("use_steps", [True, False], ids=["steps", "own loop"])
-@pytest.mark.parametrize("warmed", [False, True], ids=["before the first forward", "after it"])
-def test_lazy_modules(warmed, use_steps, bad, watch, told, nonfinite):
-    """LazyLinear has no shape until its first batch; watching starts before or after that."""
-    model = lazy_network()
-    if warmed:
-        model(torch.randn(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sentinel = watch(model, optimizer, NanCallback(), Rollback(every=1, confirm_after=0))
-    batches = [torch.randn(8, 4) for _ in range(5)]
-    batches[bad][0, 0] = torch.nan
-    actions = []
-    for batch in sentinel.steps(batches) if use_steps else batches:
-        sentinel.backward(model(batch).pow(2).mean())
-        sentinel.step(max_norm=1.0)
-        actions.append(sentinel.last_action.label)
-    assert actions == ["skip" if step == bad else "continue" for step in range(5)]
-    assert [step for step, _, _ in told(sentinel)] == [bad]
-    assert nonfinite(model, optimizer) == []
-
-
-def test_persistent_failure_of_a_lazy_model(watch, told, nonfinite):
-    """A rollback in a lazy model goes to the first state it had values in."""
-    model = lazy_network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sentinel = watch(model, optimizer, NanCallback(), Rollback(after=2))
-    for step in range(6):
-        loss = model(torch.randn(8, 4)).pow(2).mean()
-        sentinel.backward(loss * torch.nan if step in (2, 3) else loss)
-        sentinel.step()
-    assert told(sentinel) == [(2, "nonfinite_loss", "skipped"), (3, "nonfinite_loss", "rolled_back")]
-    assert "rolled back to step 1" in sentinel.incidents[-1].recovery
     assert nonfinite(model, optimizer) == []
 
 

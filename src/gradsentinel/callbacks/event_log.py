@@ -27,6 +27,7 @@ class EventLog(Callback):
     _file: EventFile | None = field(default=None, init=False, repr=False)
     _waiting: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
     _run: Run | None = field(default=None, init=False, repr=False)
+    _ended: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
@@ -99,8 +100,8 @@ class EventLog(Callback):
             lazily=error is None and self._file is None,
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
-        if self._file is not None:
-            self._file.close()
+        self._ended = True
+        self._close()
 
     def _write(self, name: str, step: int, *, lazily: bool = False, **fields: Any) -> None:
         entry = jsonable({"event": name, "step": step, "time": now(), **fields})
@@ -112,5 +113,12 @@ class EventLog(Callback):
             for waiting in self._waiting:
                 self._file.write(waiting)
             self._waiting.clear()
-            return
-        self._file.write(entry)
+        else:
+            self._file.write(entry)
+        if self._ended:  # what the last event brought to light
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

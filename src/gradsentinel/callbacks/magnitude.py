@@ -13,12 +13,8 @@ from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.gradients import GradientView
 from gradsentinel.inspection import inspect_tensor
 
-_CLIP = Diagnosis(
-    cause="unknown",
-    confidence=0.0,
-    phase="backward",
-    remedy=("clip gradients by norm, or lower the learning rate",),
-)
+_FAR_OUT = 1e6
+"""So many times the bound is no large gradient any more; clipping would only hide it."""
 
 
 @dataclass(kw_only=True)
@@ -30,9 +26,10 @@ class MagnitudeCallback(Detector):
     """
 
     max_global_norm: float | None = None
-    """Bound on the global 2-norm (what clipping calls the total norm); costs nothing extra."""
+    """Bound on the global norm that is clipped (the 2-norm unless `step(norm_type=...)` says otherwise);
+    costs nothing extra."""
     max_parameter_norm: float | None = None
-    """Bound on each parameter's own 2-norm; costs nothing extra."""
+    """Bound on each parameter's own norm, of the same order; costs nothing extra."""
     max_value: float | None = None
     """Bound on the absolute value of any element; one more fused pass per step."""
     action: Action | str = Action.WARN
@@ -40,6 +37,10 @@ class MagnitudeCallback(Detector):
 
     def __post_init__(self) -> None:
         self.action = Action.parse(self.action)
+        if self.action is Action.CONTINUE:
+            raise ConfigurationError(
+                "action='continue' would do nothing; leave the callback out, or use warn"
+            )
         bounds = {
             "max_global_norm": self.max_global_norm,
             "max_parameter_norm": self.max_parameter_norm,
@@ -112,7 +113,7 @@ def _confirm_global(view: GradientView, bound: float, action: Action) -> Evidenc
         action=action,
         message=f"the global gradient norm is {norm:.4g}, above {bound:g}",
         tensors=_largest(view),
-        diagnosis=_CLIP,
+        diagnosis=_advice(norm, bound),
     )
 
 
@@ -136,8 +137,14 @@ def _confirm_each(view: GradientView, what: str, bound: float, action: Action) -
         message=f"the {what} of the gradient of {worst.name} is {value:.4g}, above {bound:g}"
         + (f" ({len(tensors)} parameters are)" if len(tensors) > 1 else ""),
         tensors=tensors,
-        diagnosis=_CLIP,
+        diagnosis=_advice(value, bound),
     )
+
+
+def _advice(value: float, bound: float) -> Diagnosis:
+    clipping_helps = value <= _FAR_OUT * bound
+    remedy = ("clip gradients by norm, or lower the learning rate",) if clipping_helps else ()
+    return Diagnosis(cause="unknown", confidence=0.0, phase="backward", remedy=remedy)
 
 
 def _kind(value: float) -> Kind:

@@ -14,7 +14,7 @@ from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.gradients import GradientView
-from gradsentinel.incident import fold
+from gradsentinel.incident import Outcome, fold
 from gradsentinel.run import Run
 
 _SCALE_HINT = (
@@ -40,7 +40,7 @@ class NanCallback(Detector):
     state_warmup: int = 10
     """After each of the first so many steps parameters, moments and buffers are checked too."""
     state_every: int = 50
-    """After that, every so many steps; and always when there is an incident. 0: never."""
+    """After that, every so many steps, at the end, and always when there is an incident. 0: never."""
     min_loss_scale: float = 1.0
     """A GradScaler that still overflows at this scale has collapsed."""
     max_scaler_skips: int = 32
@@ -50,9 +50,15 @@ class NanCallback(Detector):
     _seen: list[tuple[int, Tensor]] = field(default_factory=list, init=False, repr=False)
     """Largest gradient magnitude after each micro-batch: unlike a 2-norm it never overflows by itself."""
     _scaler_skips: int = field(default=0, init=False, repr=False)
+    _unchecked: bool = field(default=False, init=False, repr=False)
+    """True if the state changed since it was looked at last."""
 
     def __post_init__(self) -> None:
         self.action = Action.parse(self.action)
+        if self.action is Action.CONTINUE:
+            raise ConfigurationError(
+                "action='continue' would do nothing; leave the callback out, or use warn"
+            )
         if self.state_warmup < 0 or self.state_every < 0:
             raise ConfigurationError("state_warmup and state_every are numbers of steps, 0 or more")
         if self.max_scaler_skips < 1:
@@ -106,9 +112,11 @@ class NanCallback(Detector):
                 action=Action.parse(self.action),
                 confirm=lambda: self._confirm_scale(scale),
             )
+        view = event.gradients
         return Finding(
             kind=Kind.NONFINITE_GRADIENT,
-            value=event.gradients.total_norm,
+            # A norm of order 0 counts elements and one below 0 inverts them: neither shows every NaN and Inf.
+            value=view.total_norm if view.norm_type > 0 else view.max_magnitude,
             action=Action.parse(self.action),
             confirm=self._confirm_gradients,
         )
@@ -139,16 +147,28 @@ class NanCallback(Detector):
                     ),
                 )
             )
+        self._unchecked = self._unchecked or event.applied
         if self._run is not None and self.checks_after_step(event.step):
-            findings.append(
-                Finding(
-                    kind=Kind.NONFINITE_PARAMETER,
-                    value=self._run.health.norm(),
-                    action=Action.ROLLBACK,
-                    confirm=lambda: self._confirm_state(before_step=False),
-                )
-            )
+            findings.append(self._look_at_state(self._run))
+        self._view = None  # it would keep the step's gradients alive through the next backward pass
         return findings
+
+    def on_run_end(self, event: events.RunEnd) -> Finding | None:
+        """Look at the state that the run leaves behind, if the last update was not looked at yet."""
+        run = self._run
+        if run is None or event.error is not None or not (self._unchecked and self.state_every):
+            return None
+        aborted = bool(run.incidents) and run.incidents[-1].outcome is Outcome.ABORTED
+        return None if aborted else self._look_at_state(run)
+
+    def _look_at_state(self, run: Run) -> Finding:
+        self._unchecked = False
+        return Finding(
+            kind=Kind.NONFINITE_PARAMETER,
+            value=run.health.norm(),
+            action=Action.ROLLBACK,
+            confirm=lambda: self._confirm_state(before_step=False),
+        )
 
     # -- on the host, when something is suspected --------------------------------------------------
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+import torch
 
 from gradsentinel import events
 from gradsentinel.callback import Responder
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
+from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.health import in_words
 from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.recovery import Budget
 from gradsentinel.run import Run
 from gradsentinel.snapshot import Snapshot, is_initialised
-
-logger = logging.getLogger("gradsentinel")
 
 
 @dataclass(slots=True)
@@ -52,10 +52,15 @@ class Rollback(Responder):
     """So many rollbacks within `window` are allowed; then the run stops, with the state on disk."""
     window: int = 1000
     """Length of the window, in attempted steps."""
+    on_disk: int = 0
+    """So many known-good snapshots are written to the run directory as they are found good, for a
+    restart with `Sentinel.restore`; 0 writes one only when the run is aborted."""
     _budget: Budget = field(init=False, repr=False)
     _run: Run | None = field(default=None, init=False, repr=False)
     _good: list[Snapshot] = field(default_factory=list, init=False, repr=False)
     _candidates: deque[_Candidate] = field(default_factory=deque, init=False, repr=False)
+    _tidy: bool = field(default=True, init=False, repr=False)
+    """False while more snapshots lie on disk than are to be kept."""
     _failed_until: int = field(default=-1, init=False, repr=False)
     """The step at which the last rollback's trouble was; until it is passed, go further back."""
 
@@ -63,7 +68,7 @@ class Rollback(Responder):
         for name in ("every", "keep", "after", "window"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("confirm_after", "max_rollbacks"):
+        for name in ("confirm_after", "max_rollbacks", "on_disk"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be 0 or more")
         self._budget = Budget(self.max_rollbacks, self.window)
@@ -92,10 +97,11 @@ class Rollback(Responder):
         """Return True on the steps whose outcome becomes a snapshot: those must be settled first."""
         return (step + 1) % self.every == 0
 
-    def on_after_step(self, event: events.AfterStep) -> None:
+    def on_after_step(self, event: events.AfterStep) -> Finding | None:
         """Count clean steps, promote what has proved itself, take a snapshot when one is due."""
+        self._tidy_up()
         if self._run is None or event.action is Action.ROLLBACK:
-            return
+            return None
         if event.action > Action.WARN:
             for candidate in self._candidates:
                 candidate.clean = 0
@@ -107,7 +113,24 @@ class Rollback(Responder):
         while self._past_trouble and self._candidates and self._candidates[0].clean >= self.confirm_after:
             self._promote(self._candidates.popleft().snapshot)
         if self.checks_after_step(event.step) and event.action <= Action.WARN:
-            self._take(self._run)
+            return self._take(self._run)
+        return None
+
+    def on_incident(self, event: events.IncidentEvent) -> None:
+        """Forget the snapshots from after the ranks drifted apart: they hold something else on each."""
+        run, until = self._run, event.incident.details.get("alike_until")
+        if run is None or not isinstance(until, int):
+            return
+        self._good = [snapshot for snapshot in self._good if snapshot.step <= until]
+        sound = [candidate for candidate in self._candidates if candidate.snapshot.step <= until]
+        self._candidates = deque(sound)
+        run.known_good = self._good[-1] if self._good else None
+        run.discard_after(until)
+
+    def on_run_end(self, event: events.RunEnd) -> None:
+        """Delete what is left over on disk, unless the run is torn down."""
+        if event.error is None:
+            self._tidy_up()
 
     def escalates(self, incident: Incident, run: Run) -> bool:
         """Return True when dropping one more step would be no cure; bad data is not cured by going back."""
@@ -124,7 +147,8 @@ class Rollback(Responder):
 
     def respond(self, incident: Incident, run: Run) -> Recovery | None:
         """Restore a known-good snapshot, or hand over if there is none or the budget is used up."""
-        common = set.intersection(*map(set, run.consensus.gather(self.known_good_steps)))
+        sound = tuple(snapshot.step for snapshot in self._good if not snapshot.flaws())
+        common = set.intersection(*map(set, run.consensus.gather(sound)))
         self._good = [snapshot for snapshot in self._good if snapshot.step in common]
         if not self._good:
             incident.notes += ("there is no known-good snapshot to go back to",)
@@ -141,7 +165,7 @@ class Rollback(Responder):
         lost = incident.step - snapshot.step
         run.restore(snapshot)
         self._candidates.clear()
-        run.known_good = snapshot
+        run.fallback = snapshot
         left = self._budget.left(run.iteration)
         return Recovery(
             outcome=Outcome.ROLLED_BACK,
@@ -159,11 +183,17 @@ class Rollback(Responder):
         """Take back what `state_dict` returned."""
         self._budget.load_state_dict(state)
 
-    def _take(self, run: Run) -> None:
+    def _take(self, run: Run) -> Finding | None:
         found = run.health.scan()
         if found:
-            logger.warning("no snapshot at step %d: non-finite values in %s", run.step, in_words(found))
-            return
+            evidence = Evidence(
+                kind=Kind.NONFINITE_PARAMETER if "parameters" in found else Kind.NONFINITE_STATE,
+                action=Action.ROLLBACK,
+                message=f"no snapshot can be taken: non-finite values in {in_words(found)}",
+                tensors=tuple(entry for part in found.values() for entry in part),
+            )
+            value = torch.tensor(True)
+            return Finding(kind=evidence.kind, value=value, action=evidence.action, confirm=lambda: evidence)
         if not self._past_trouble and len(self._candidates) >= self.keep:
             self._candidates.popleft()
         candidate = _Candidate(run.capture())
@@ -171,6 +201,17 @@ class Rollback(Responder):
             self._promote(candidate.snapshot)
         else:
             self._candidates.append(candidate)
+        return None
+
+    def _tidy_up(self) -> None:
+        """Delete the older snapshots on disk, one agreement after the newest was written.
+
+        Not before, as another rank may die before it has written its part of the newest: then the one
+        before is the newest that all ranks have.
+        """
+        if self._run is not None and not self._tidy:
+            self._run.keep_on_disk(self.on_disk)
+            self._tidy = True
 
     @property
     def _past_trouble(self) -> bool:
@@ -180,5 +221,9 @@ class Rollback(Responder):
     def _promote(self, snapshot: Snapshot) -> None:
         self._good.append(snapshot)
         del self._good[: -self.keep]
-        if self._run is not None:
-            self._run.known_good = snapshot
+        if self._run is None:
+            return
+        self._run.known_good = snapshot
+        if self.on_disk and snapshot.step:
+            self._run.save(snapshot)
+            self._tidy = False

@@ -40,10 +40,11 @@ class Skip(Responder):
             return None
         run.undo_step()
         left = self._budget.left(run.iteration)
+        what = "only the loss scale changed" if "scaler" in run.host.stateful() else "nothing changed"
         return Recovery(
             outcome=Outcome.SKIPPED,
             apply=False,
-            message=f"step dropped, nothing changed ({left} of {self.max_skips} drops left)",
+            message=f"step dropped, {what} ({left} of {self.max_skips} drops left)",
         )
 
     def state_dict(self) -> dict[str, Any]:

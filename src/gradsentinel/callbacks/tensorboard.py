@@ -16,8 +16,8 @@ from gradsentinel.incident import Incident
 
 _LAYOUT = {
     "GradSentinel": {
-        "Loss": ["Multiline", ["gradsentinel/loss"]],
-        "Gradient norm": ["Multiline", ["gradsentinel/grad_norm"]],
+        "Loss": ["Multiline", ["gradsentinel/loss$"]],
+        "Gradient norm": ["Multiline", ["gradsentinel/grad_norm$"]],
         "Incidents and what was done": [
             "Multiline",
             [
@@ -27,7 +27,7 @@ _LAYOUT = {
                 "gradsentinel/scaler_skips",
             ],
         ],
-        "Learning rate": ["Multiline", ["gradsentinel/learning_rate"]],
+        "Learning rate": ["Multiline", ["gradsentinel/learning_rate$"]],
     }
 }
 
@@ -36,7 +36,8 @@ _LAYOUT = {
 class TensorBoardCallback(Callback):
     """Writes scalars every `every` steps and one readable text per incident; needs gradsentinel[tensorboard].
 
-    The numbers are those the sentinel read anyway: no further wait for the device. Called on: every
+    The axis is the number of attempted steps, which never goes back, since TensorBoard drops what
+    does. The numbers are those the sentinel read anyway: no further wait for the device. Called on: every
     rank; rank 0 writes.
     """
 
@@ -44,9 +45,11 @@ class TensorBoardCallback(Callback):
     """Scalars every so many steps; incidents are written always."""
     log_dir: str | Path | None = None
     """Where to write; None means into the run directory itself."""
-    writer: Any = None
+    writer: Any = field(default=None, repr=False)  # an object of this process, no setting to compare
     """A SummaryWriter to write to instead of making one, such as a logger's own; it is not closed."""
     _own: Any = field(default=None, init=False, repr=False)
+    _silent: bool = field(default=False, init=False, repr=False)
+    """True on the ranks that leave the writing to rank 0."""
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +65,8 @@ class TensorBoardCallback(Callback):
 
     def on_run_start(self, event: events.RunStart) -> None:
         """Open the writer on rank 0 and lay out the custom page."""
-        if event.run.consensus.rank:
+        self._silent = event.run.consensus.rank > 0
+        if self._silent:
             return
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional dependency
@@ -85,7 +89,7 @@ class TensorBoardCallback(Callback):
         numbers["action"] = float(event.action)
         for name, value in numbers.items():
             if value is not None and math.isfinite(value):
-                self._writer.add_scalar(f"gradsentinel/{name}", value, event.step)
+                self._writer.add_scalar(f"gradsentinel/{name}", value, event.iteration)
 
     def on_incident(self, event: events.IncidentEvent) -> None:
         """Count it."""
@@ -103,15 +107,17 @@ class TensorBoardCallback(Callback):
         """Close what was opened here."""
         if self._own is not None:
             self._own.close()
-        elif self.writer is not None:
-            self.writer.flush()
+        elif self._writer is not None:
+            self._writer.flush()
 
     @property
     def _writer(self) -> Any:
+        if self._silent:
+            return None
         return self.writer if self.writer is not None else self._own
 
     def _show(self, incident: Incident) -> None:
-        self._writer.add_text("gradsentinel/incident", markdown(incident), incident.step)
+        self._writer.add_text("gradsentinel/incident", markdown(incident), incident.iteration)
         self._writer.flush()
 
 
@@ -124,7 +130,7 @@ def markdown(incident: Incident) -> str:
         "",
         incident.message + ".",
         "",
-        "| | |",
+        "| what | |",
         "|---|---|",
         f"| severity | {incident.severity.label} |",
         f"| where | {_cell(incident.where) or 'unknown'} |",
@@ -143,7 +149,8 @@ def markdown(incident: Incident) -> str:
             lines.append(f"| and {len(incident.tensors) - 10} more | | | |")
     if incident.diagnosis is not None:
         diagnosis = incident.diagnosis
-        lines += ["", f"**Cause**: {diagnosis.cause} ({diagnosis.confidence:.0%} sure)", ""]
+        sure = f" ({diagnosis.confidence:.0%} sure)" if diagnosis.confidence else ""
+        lines += ["", f"**Cause**: {diagnosis.cause}{sure}", ""]
         lines += [f"- {fact}" for fact in diagnosis.evidence]
         lines += [f"- **do**: {remedy}" for remedy in diagnosis.remedy]
     lines += ["", *(f"- {note}" for note in incident.notes)]

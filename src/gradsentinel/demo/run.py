@@ -71,6 +71,7 @@ def run_demo(*, steps: int | None, run_dir: Path, seed: int, console: Console) -
     )
     if config.steps < 40:
         raise ValueError(f"--steps {config.steps} leaves no room for three faults; give at least 40")
+    run_dir.mkdir(parents=True, exist_ok=True)  # said now if it cannot be, not after the first run
     corpus = CharCorpus(stdlib_text(config.corpus_bytes))
     at = [config.steps * part // 10 for part in (3, 5, 8)]
     console.print(
@@ -107,7 +108,10 @@ def _faults(at: list[int], seed: int) -> FaultPlan:
         [
             PoisonSample(steps=(at[0],), field="weight"),
             # The third product of the module is query @ key^T: the attention logits.
-            MatmulOverflow(steps=(at[1],), module="blocks.1.attn", nth=2, dtype=torch.float16),
+            # Persistent, as real overflows are: it comes back when the diagnosis runs the step again.
+            MatmulOverflow(
+                steps=(at[1],), module="blocks.1.attn", nth=2, dtype=torch.float16, persistent=True
+            ),
             FlipBit(steps=(at[2],), target="gradient", name="blocks.2.mlp.expand.weight", bit=30),
         ],
         seed=seed,

@@ -48,11 +48,12 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
     statements: list[str] = []
     samples: list[Sample] = []
     guilty: int | None = None
+    usual = _usual(run, minus=minus)
     for microbatch in run.scene.microbatches:
-        ids = _ids(microbatch.batch)
+        ids = sample_ids(microbatch.batch)
         for path, tensor in tensors_in(microbatch.batch):
             bad = _bad_values(tensor, minus=minus)
-            if bad is None:
+            if bad is None or path in usual:
                 continue
             place = f"{path or 'batch'}[{', '.join(map(str, bad.index))}]"
             statements.append(
@@ -78,6 +79,16 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
             remedy=(f"repair or filter the record(s) with {who}, or replace non-finite values when loading",),
         ),
     )
+
+
+def _usual(run: Run, *, minus: bool) -> set[str]:
+    """Fields that held such values in the last healthy step too: missing values by design, or unused."""
+    return {
+        path
+        for microbatch in run.scene.healthy
+        for path, tensor in tensors_in(microbatch.batch)
+        if _bad_values(tensor, minus=minus) is not None
+    }
 
 
 def _scan_optimizer(evidence: Evidence, run: Run) -> Evidence:
@@ -173,7 +184,7 @@ def _rows(tensor: Tensor, bad: Tensor) -> list[int]:
     return found
 
 
-def _ids(batch: Any) -> dict[int, Any]:
+def sample_ids(batch: Any) -> dict[int, Any]:
     """The user's ids of the records, by position, if the batch carries some."""
     if not isinstance(batch, Mapping):
         return {}

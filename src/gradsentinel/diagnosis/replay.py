@@ -1,0 +1,233 @@
+"""Runs a micro-batch of the step in flight again, and leaves no trace of it in the run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradsentinel.diagnosis.record import FROM_BATCH
+from gradsentinel.diagnosis.shelter import sheltered
+from gradsentinel.diagnosis.trace import Trace, names_of
+from gradsentinel.host import find_ddp
+from gradsentinel.run import Run
+from gradsentinel.scene import MicroBatch
+from gradsentinel.tree import map_tensors, tensors_in
+
+
+class ReplayError(RuntimeError):
+    """A step cannot be run again; the message says why."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """What a micro-batch came to."""
+
+    loss: Tensor
+    """As the user's forward returned it, without its graph; 0-dim."""
+    root: Tensor | None
+    """The very tensor the backward pass started from."""
+    gradients: dict[str, Tensor]
+    """Of the micro-batch alone, divided and scaled as in the run; what has none is left out."""
+    nodes: Mapping[int, tuple[str, bool]]
+    """Autograd nodes by number: name, and whether it is a user's Function."""
+
+
+def reason_against(run: Run) -> str | None:
+    """Return why the step in flight cannot be run again, or None if it can."""
+    if run.forward is None:
+        return "pass forward=lambda model, batch: loss to the Sentinel to have the step run again"
+    if not run.scene.microbatches:
+        return "no micro-batch of the step was seen: iterate over sentinel.steps(loader)"
+    if any(hasattr(p, "to_local") for _, p in run.host.named_parameters()):
+        return "the parameters are sharded or tensor-parallel: only all ranks together can run the step again"
+    if any(torch.nn.parameter.is_lazy(p) for _, p in run.host.named_parameters()):
+        return "the model is not initialised yet"
+    return None
+
+
+class Replay:
+    """Computes micro-batches again, each from its own random state and from the step's buffers.
+
+    The weights are still those of the step. Compiled code runs eagerly, DDP neither reduces nor
+    broadcasts, and hooks on accumulated gradients do not fire.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.microbatches: Sequence[MicroBatch] = run.scene.microbatches
+        self._instead: dict[int, Tensor] = {}
+        self.count = 0
+        """How often a micro-batch was computed."""
+
+    @contextmanager
+    def sheltered(self) -> Iterator[None]:
+        """Everything in the block leaves the run as it is."""
+        with sheltered(self.run):
+            yield
+
+    def compute(
+        self,
+        microbatch: MicroBatch,
+        *,
+        mode: AbstractContextManager[Any] | None = None,
+        batch: Any = None,
+        backward: bool = True,
+    ) -> Computed:
+        """Run forward and backward of one micro-batch; call it inside `sheltered`.
+
+        Args:
+            microbatch: gives the random state, and the batch unless another is given.
+            mode: a dispatch mode that is active meanwhile.
+            batch: to be computed instead, already a copy.
+            backward: False stops at the loss.
+
+        Raises:
+            ReplayError: if it cannot be done.
+            Exception: whatever the user's own code raises.
+        """
+        run = self.run
+        run.scene.buffers.restore()
+        given = _copied(microbatch.batch) if batch is None else batch
+        trace = mode if isinstance(mode, Trace) else None
+        if trace is not None:
+            for path, tensor in tensors_in(given):
+                trace.declare(tensor, f"batch {path}".strip(), FROM_BATCH)
+        microbatch.rng.restore()
+        self.count += 1
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_eager())
+            if trace is not None:
+                stack.enter_context(trace.module_stack())
+            if run.consensus.world_size > 1:
+                stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+            stack.enter_context(mode or nullcontext())
+            loss = run_forward(run, given)
+            root = self._scaled(loss)
+            nodes = names_of(root)
+            gradients: dict[str, Tensor] = {}
+            if backward and root.requires_grad:
+                if trace is not None:
+                    trace.in_backward = True
+                gradients = run_backward(self, root, given, microbatch, trace)
+        return Computed(loss.detach(), root.detach(), gradients, nodes)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        count = len(self.microbatches)
+        root = loss / count if count > 1 else loss
+        scaler = getattr(self.run.host, "scaler", None)
+        scale = getattr(scaler, "_scale", None)
+        return root if scale is None else root * scale.to(root.device)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Return the trainable parameters by name."""
+        named = self.run.host.named_parameters()
+        return {name: self._instead.get(id(p), p) for name, p in named if p.requires_grad}
+
+    @contextmanager
+    def with_parameters(self, instead: Callable[[str, Tensor], Tensor | None]) -> Iterator[None]:
+        """Let the modules hold what `instead(name, parameter)` returns; None leaves a parameter as it is."""
+        for name, parameter in self.run.host.named_parameters():
+            other = instead(name, parameter)
+            if other is not None:
+                self._instead[id(parameter)] = nn.Parameter(other, requires_grad=parameter.requires_grad)
+        owners = [
+            (module, name, parameter)
+            for _, root in self.run.host.modules()
+            for module in root.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in self._instead
+        ]
+        try:
+            for module, name, parameter in owners:
+                module._parameters[name] = self._instead[id(parameter)]  # type: ignore[assignment]
+            yield
+        finally:
+            for module, name, parameter in owners:
+                module._parameters[name] = parameter
+            self._instead.clear()
+
+    def again_with_hooks_off(
+        self, given: Any, microbatch: MicroBatch, trace: Trace | None
+    ) -> dict[str, Tensor]:
+        """Use `.backward()`, which reentrant checkpointing insists on, with nobody listening."""
+        leaves = self.leaves()
+        listening = [getattr(p, "_post_accumulate_grad_hooks", None) or {} for p in leaves.values()]
+        kept = [dict(hooks) for hooks in listening]
+        self.run.scene.buffers.restore()
+        microbatch.rng.restore()
+        try:
+            for parameter, hooks in zip(leaves.values(), listening, strict=True):
+                hooks.clear()  # the very dictionary that autograd looks into
+                parameter.grad = None
+            if trace is not None:
+                trace.in_backward = False
+            root = self._scaled(run_forward(self.run, given))
+            if trace is not None:
+                trace.in_backward = True
+            root.backward()  # type: ignore[no-untyped-call]
+            return {name: p.grad for name, p in leaves.items() if p.grad is not None}
+        finally:
+            for parameter, hooks, before in zip(leaves.values(), listening, kept, strict=True):
+                hooks.update(before)
+                parameter.grad = None
+
+
+def run_forward(run: Run, batch: Any) -> Tensor:
+    """Call the user's forward; its name ends the search for the user's line."""
+    if run.forward is None:
+        raise ReplayError("there is no forward= to run")
+    loss = run.forward(_bare(run.model), batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ReplayError("forward= must return the loss, a tensor with one element")
+    return loss
+
+
+def run_backward(
+    replay: Replay, root: Tensor, given: Any, microbatch: MicroBatch, trace: Trace | None
+) -> dict[str, Tensor]:
+    """Compute the gradients without writing them anywhere."""
+    leaves = replay.leaves()
+    try:
+        found = torch.autograd.grad(root, list(leaves.values()), allow_unused=True)
+    except RuntimeError as error:
+        if "checkpoint" not in str(error):
+            raise
+        return replay.again_with_hooks_off(given, microbatch, trace)
+    return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to talk to other ranks: they need not take part, and would never answer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise ReplayError(f"the step talks to other ranks ({func}), so one rank cannot run it alone")
+        return func(*args, **(kwargs or {}))
+
+
+def _eager() -> AbstractContextManager[Any]:
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _copied(batch: Any) -> Any:
+    """Return the batch as copies: a forward pass may write into its input."""
+    return map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch)
+
+
+def _bare(model: Any) -> Any:
+    """Look through DDP, also under torch.compile; anything else is handed over as the loop has it."""
+    if isinstance(model, nn.Module):
+        ddp = find_ddp(model)
+        return model if ddp is None else ddp.module
+    return model

@@ -1,0 +1,153 @@
+"""Keeps the run as it is while a step is computed again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradsentinel.host import find_ddp
+from gradsentinel.inspection import stored
+from gradsentinel.rng import preserved_rng
+from gradsentinel.run import Run
+
+_CONTAINERS = (list, dict, set, deque)
+_TORCH_FIELDS = frozenset(nn.Module().__dict__) | {"_parameters", "_buffers", "_modules"}
+_CLONED = 1 << 24
+"""Elements up to which a tensor that a module keeps as a plain attribute is copied."""
+
+
+@contextmanager
+def sheltered(run: Run) -> Iterator[None]:
+    """Put everything back on leaving that running the model may change, bit for bit.
+
+    Gradients (the same objects), buffers, random states, training flags, requires_grad, and the plain
+    attributes of the modules (counters, caches, lists). Not what lies outside: closures, files, globals.
+    """
+    devices = [run.host.device.type] if run.host.device.type != "cpu" else []
+    with ExitStack() as stack:
+        stack.enter_context(preserved_rng(devices))
+        for restore in (*_parameters(run), *_modules(run), *_scaler(run)):
+            stack.callback(restore)
+        stack.enter_context(run.local.suspended())
+        stack.enter_context(_ddp_silenced(run.model))
+        for _, parameter in run.host.named_parameters():
+            parameter.grad = None
+        yield
+
+
+def _parameters(run: Run) -> Iterator[Any]:
+    kept = [(p, p.grad, p.requires_grad) for _, p in run.host.named_parameters()]
+
+    def restore() -> None:
+        for parameter, gradient, wanted in kept:
+            if parameter.requires_grad != wanted:
+                parameter.requires_grad_(wanted)
+            parameter.grad = gradient
+
+    yield restore
+
+
+def _modules(run: Run) -> Iterator[Any]:
+    seen: set[int] = set()
+    for _, root in run.host.modules():
+        for module in root.modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield _Module(module).restore
+
+
+class _Module:
+    """One module as it was: flags, buffers, plain attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._training = module.training
+        self._buffers = dict(module._buffers)
+        self._values = [(b, _copy(b)) for b in self._buffers.values() if b is not None and _has_memory(b)]
+        self._plain = {k: v for k, v in module.__dict__.items() if k not in _TORCH_FIELDS}
+        self._inside = [(v, v.copy()) for v in self._plain.values() if type(v) in _CONTAINERS]
+        self._tensors = [
+            (v, v._version, _copy(v))
+            for v in self._plain.values()
+            if isinstance(v, Tensor) and _has_memory(v) and v.numel() <= _CLONED
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        module = self._module
+        module.training = self._training
+        module._buffers.clear()
+        module._buffers.update(self._buffers)
+        for buffer, value in self._values:
+            stored(buffer).copy_(value)
+        for name in [k for k in module.__dict__ if k not in _TORCH_FIELDS and k not in self._plain]:
+            del module.__dict__[name]
+        module.__dict__.update(self._plain)
+        for container, content in self._inside:
+            _refill(container, content)
+        for tensor, version, value in self._tensors:
+            if tensor._version != version:
+                stored(tensor.detach()).copy_(value)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return stored(tensor.detach()).clone()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta" and not torch.nn.parameter.is_lazy(tensor)
+
+
+def _scaler(run: Run) -> Iterator[Any]:
+    scaler = getattr(run.host, "scaler", None)
+    if scaler is None:
+        return
+    names = ("_scale", "_growth_tracker")
+    kept = {name: getattr(scaler, name, None) for name in names}
+    values = {name: t.clone() for name, t in kept.items() if isinstance(t, Tensor)}
+    states = {key: dict(state) for key, state in scaler._per_optimizer_states.items()}
+
+    def restore() -> None:
+        for name, tensor in kept.items():
+            setattr(scaler, name, tensor)
+            if name in values and isinstance(tensor, Tensor):
+                tensor.copy_(values[name])
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update(states)
+
+    yield restore
+
+
+@contextmanager
+def _ddp_silenced(model: Any) -> Iterator[None]:
+    """Let DDP neither broadcast buffers nor reduce gradients, if the user's code goes through it."""
+    wrapped = [find_ddp(module) for module in _each(model)]
+    with ExitStack() as stack:
+        for ddp in wrapped:
+            if ddp is None:
+                continue
+            before = ddp.require_forward_param_sync
+            stack.callback(setattr, ddp, "require_forward_param_sync", before)
+            stack.enter_context(ddp.no_sync())
+            ddp.require_forward_param_sync = False
+        yield
+
+
+def _each(model: Any) -> list[nn.Module]:
+    if isinstance(model, nn.Module):
+        return [model]
+    values = model.values() if isinstance(model, dict) else model if isinstance(model, (list, tuple)) else []
+    return [module for module in values if isinstance(module, nn.Module)]

@@ -1,0 +1,57 @@
+"""The line of the user's own code that is running."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import gradsentinel
+
+_OURS = str(Path(gradsentinel.__file__).parent) + os.sep
+_DEMO = _OURS + "demo" + os.sep
+"""The demo is a user of the rest, like any other program."""
+_FOREIGN = (
+    str(Path(torch.__file__).parent) + os.sep,
+    "<",
+    *(sysconfig.get_path("stdlib") + os.sep + name for name in ("contextlib.py", "functools.py")),
+)
+_STOPS = ("run_forward", "run_backward")
+"""Names of the functions of ours that start the user's code: what called them does not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of code."""
+
+    path: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{Path(self.path).name}:{self.number}"
+
+    @property
+    def text(self) -> str:
+        """The code, without its indentation; empty if the file is not there."""
+        return linecache.getline(self.path, self.number).strip()
+
+
+def user_line() -> Line | None:
+    """Return the innermost running line that is neither torch's nor ours; None if there is none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        path = code.co_filename
+        if path.startswith(_OURS) and not path.startswith(_DEMO):
+            if code.co_name in _STOPS:
+                return None
+        elif not path.startswith(_FOREIGN):
+            return Line(path, frame.f_lineno)
+        frame = frame.f_back
+    return None

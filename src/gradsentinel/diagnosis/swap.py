@@ -1,0 +1,155 @@
+"""Changes one thing at a time and runs the step again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gradsentinel.diagnosis.memory import judge
+from gradsentinel.diagnosis.replay import Computed, Replay
+from gradsentinel.diagnosis.trace import is_allocation
+from gradsentinel.inspection import parts_of, readable
+from gradsentinel.scene import MicroBatch
+from gradsentinel.snapshot import Snapshot
+from gradsentinel.tree import map_tensors, tensors_in
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes in float32 whatever the program computes in float16 or bfloat16, autocast or not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator on wider inputs."""
+        kwargs = kwargs or {}
+        returns = func._schema.returns
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            return func(*args, **kwargs)  # a view must stay one
+        wide_args, wide_kwargs = tree_map(_wider, (args, kwargs))
+        if func.overloadpacket.__name__ in ("_softmax", "_log_softmax"):
+            wide_args = (*wide_args[:2], False)  # its last argument converts from half by itself
+        result = func(*wide_args, **wide_kwargs)
+        if not func._schema.is_mutable:
+            return result
+        swapped: dict[int, Tensor] = {}
+        given, widened = tree_leaves((args, kwargs)), tree_leaves((wide_args, wide_kwargs))
+        for before, after in zip(given, widened, strict=True):
+            if isinstance(before, Tensor) and before is not after:
+                swapped[id(after)] = before
+        for argument, schema in zip(wide_args, func._schema.arguments, strict=False):
+            if schema.alias_info is not None and schema.alias_info.is_write:
+                for leaf in tree_leaves(argument):
+                    if id(leaf) in swapped:
+                        swapped[id(leaf)].copy_(leaf)
+        return tree_map(lambda x: swapped.get(id(x), x), result)
+
+
+class Poison(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills freshly allocated memory with NaN, so that what is read before it is written shows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator; spoil what it allocates."""
+        result = func(*args, **(kwargs or {}))
+        if is_allocation(func):
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and readable(leaf) is None:
+                    leaf.fill_(math.nan)
+        return result
+
+
+def _wider(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in HALF:
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
+
+
+def is_finite(computed: Computed) -> bool:
+    """Return True if the loss and every gradient are finite."""
+    return not judge(computed.loss) and not any(judge(g) for g in computed.gradients.values())
+
+
+def finite_in_wide(replay: Replay, microbatch: MicroBatch) -> bool | None:
+    """Return whether the micro-batch is finite in float32; None if it cannot be computed so."""
+    try:
+        with replay.with_parameters(lambda _, p: p.detach().float() if p.dtype in HALF else None):
+            return is_finite(replay.compute(microbatch, mode=Widen()))  # type: ignore[no-untyped-call]
+    except Exception:  # noqa: BLE001 - the user's code in a dtype it was not written for may raise anything
+        return None
+
+
+def finite_with_weights(replay: Replay, microbatch: MicroBatch, snapshot: Snapshot) -> bool | None:
+    """Return whether the micro-batch is finite with the weights of a known-good state."""
+
+    def older(name: str, parameter: Tensor) -> Tensor | None:
+        kept = snapshot.parameters.get(name)
+        fits = kept is not None and kept.shape == parameter.shape
+        return kept.detach().to(parameter.device, copy=True) if fits and kept is not None else None
+
+    try:
+        with replay.with_parameters(older):
+            return is_finite(replay.compute(microbatch))
+    except Exception:  # noqa: BLE001 - likewise
+        return None
+
+
+def finite_without(replay: Replay, microbatch: MicroBatch, rows: list[int], size: int) -> bool | None:
+    """Return whether the micro-batch is finite when some samples are replaced by another of the batch."""
+    others = [row for row in range(size) if row not in rows]
+    if not others or not rows:
+        return None
+
+    def replaced(tensor: Tensor) -> Tensor:
+        copy = tensor.detach().clone()
+        if copy.dim() and copy.shape[0] == size:
+            copy[rows] = copy[others[0]].clone()
+        return copy.requires_grad_(tensor.requires_grad)
+
+    try:
+        batch = map_tensors(replaced, microbatch.batch)
+        return is_finite(replay.compute(microbatch, batch=batch))
+    except Exception:  # noqa: BLE001 - likewise
+        return None
+
+
+def batch_size(batch: Any) -> int | None:
+    """Return the size that the first dimensions of a batch's tensors agree on, or None."""
+    sizes = [tensor.shape[0] for _, tensor in tensors_in(batch) if tensor.dim()]
+    if not sizes:
+        return None
+    most = max(set(sizes), key=sizes.count)
+    return most if sizes.count(most) * 2 > len(sizes) or len(sizes) <= 2 else None
+
+
+def outlier_rows(batch: Any, size: int, factor: float = 1e3) -> dict[str, list[int]]:
+    """Return, by path, the samples whose values are far larger than those of the rest of the batch."""
+    found = {}
+    for path, tensor in tensors_in(batch):
+        if tensor.dim() == 0 or tensor.shape[0] != size or size < 3 or not tensor.is_floating_point():
+            continue
+        peaks = tensor.detach().double().flatten(1 if tensor.dim() > 1 else 0).abs()
+        peaks = peaks.amax(1) if peaks.dim() > 1 else peaks
+        typical = float(peaks.median())
+        rows = (peaks > factor * max(typical, 1e-12)).nonzero().flatten().tolist()
+        if rows:
+            found[path] = rows
+    return found
+
+
+@torch.no_grad()
+def peak_of(tensor: Tensor) -> float:
+    """Return the largest finite magnitude, 0 if there is none; waits for the device."""
+    if readable(tensor) is not None or tensor.layout is not torch.strided:
+        return 0.0
+    values = parts_of(tensor.detach()).abs()
+    values = values[torch.isfinite(values)]
+    return float(values.max()) if values.numel() else 0.0
+
+
+def peaks_of(batch: Any) -> dict[str, float]:
+    """Return the largest finite magnitude of each floating tensor of a batch, by path."""
+    return {path: peak_of(t) for path, t in tensors_in(batch) if t.is_floating_point()}

@@ -1,0 +1,272 @@
+"""Watches every operator of a replayed step, and remembers those whose results are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gradsentinel.diagnosis.memory import Badness, Memory, judge
+from gradsentinel.diagnosis.record import FROM_BUFFERS, FROM_PARAMETERS, Call, Edge, Event
+from gradsentinel.diagnosis.source import user_line
+
+_KEPT_CALLS = 64
+_MAX_COPY = 1 << 20
+"""Elements of an argument that is overwritten by its operator: up to here a copy of it is kept."""
+_ALLOCATIONS = ("empty", "new_empty", "resize")
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what became non-finite where, while it is active; costs time, changes nothing.
+
+    Works on the operators below autograd, forward and backward. Memory is told apart by its storage,
+    so views and in-place writes are followed.
+
+    Args:
+        modules: the module tree's roots with their prefixes.
+        parameters: with their names.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        parameters: Iterable[tuple[str, Tensor]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.calls: dict[int, Call] = {}
+        """Where the forward operator of each autograd node was called, by the node's number."""
+        self.custom: set[str] = set()
+        """The user's own autograd Functions and operator libraries that ran."""
+        self.operators = 0
+        self.in_backward = False
+        self.memory = Memory()
+        self._stack: list[str] = []
+        self._names: dict[int, str] = {}
+        for prefix, root in modules:
+            for path, module in root.named_modules():
+                self._names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
+            for name, buffer in root.named_buffers():
+                self.declare(buffer, f"buffer {name}", FROM_BUFFERS)
+        for name, parameter in parameters:
+            self.declare(parameter, f"parameter {name}", FROM_PARAMETERS)
+
+    def declare(self, tensor: Tensor, leaf: str, origin: int) -> None:
+        """Say what a tensor is that no operator makes."""
+        cell = self.memory.cell(tensor)
+        if cell is not None:
+            cell.leaf, cell.origin = leaf, origin
+
+    @contextmanager
+    def module_stack(self) -> Iterator[None]:
+        """Follow which module is running."""
+        hooks = nn.modules.module
+        enter = hooks.register_module_forward_pre_hook(self._enter)
+        leave = hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            enter.remove()
+            leave.remove()
+            self._stack.clear()
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    # -- the operators -------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and look at what it made."""
+        kwargs = kwargs or {}
+        self.operators += 1
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [(tensor, self.memory.read(tensor)) for tensor in inputs]
+        origins = tuple(0 if cell is None else cell.origin for _, (cell, _) in given)
+        edges = tuple(
+            Edge(number, cell.writer, cell.leaf, cell.lawful, badness, cell.origin)
+            for number, (_, (cell, badness)) in enumerate(given)
+            if cell is not None and badness
+        )
+        masks = [(t, ~torch.isfinite(t)) for t, (_, bad) in given if bad] if edges else []
+        mask_origin = 0
+        for tensor, (cell, _) in given:
+            mask_origin |= cell.origin if cell is not None and tensor.dtype is torch.bool else 0
+        kept_args, kept_kwargs = _before_overwriting(func, args, kwargs)
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not outputs and func._schema.is_mutable:
+            outputs = _written_by(func, args)
+        allocation = is_allocation(func)
+        self._note(
+            func, (kept_args, kept_kwargs), outputs, edges, masks, origins, mask_origin, allocation=allocation
+        )
+        return result
+
+    def _note(
+        self,
+        func: Any,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        outputs: list[Tensor],
+        edges: tuple[Edge, ...],
+        masks: list[tuple[Tensor, Tensor]],
+        origins: tuple[int, ...],
+        mask_origin: int,
+        *,
+        allocation: bool,
+    ) -> None:
+        node = torch._C._current_autograd_node() if self.in_backward else None
+        recomputed = node is not None and torch.is_grad_enabled()
+        backward = self.in_backward and not recomputed
+        call = Call(self._stack[-1] if self._stack else ("" if not backward else None), user_line())
+        sequence = _sequence(node) if backward else torch._C._autograd._get_sequence_nr() - 1
+        first = not backward and sequence not in self.calls
+        if first:
+            self.calls[sequence] = call
+        custom = self._custom(func, node if backward else None)
+        origin = 0
+        for bits in origins:
+            origin |= bits
+        badness = [judge(output) for output in outputs]
+        total = Badness(any(b.nan for b in badness), any(b.inf for b in badness))
+        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if view or not (total or any(not edge.lawful for edge in edges)):
+            if not view:
+                self._wrote(outputs, origin)
+            return
+        numbers = [x for x in tree_leaves(given) if isinstance(x, float) and not math.isfinite(x)]
+        fresh = bool(total) and _is_fresh(func, outputs, edges, masks, total)
+        if numbers and edges and not (total.nan and not any(edge.badness.nan for edge in edges)):
+            fresh = (
+                False  # it puts its own infinities beside bad values that came in: not the origin of those
+            )
+        lawful = (
+            not total.nan
+            and (not fresh or bool(numbers))
+            and all(edge.lawful for edge in edges)
+            and bool(edges or numbers)
+        )
+        event = Event(
+            index=len(self.events),
+            op=str(func),
+            function=func,
+            call=call,
+            backward=backward,
+            recomputed=recomputed,
+            node=node.name() if backward and node is not None else None,
+            sequence=sequence,
+            custom=custom,
+            first=first,
+            in_no_grad=not torch.is_grad_enabled(),
+            badness=total,
+            edges=edges,
+            fresh=fresh,
+            literal=bool(numbers),
+            allocation=allocation,
+            origin=origin,
+            lawful=lawful,
+            argument_origins=origins,
+            mask_origin=mask_origin,
+        )
+        if fresh and not lawful and sum(1 for e in self.events if e.args or e.kwargs) < _KEPT_CALLS:
+            event.args, event.kwargs = given
+        if fresh and not lawful:
+            event.results = tuple(o for o, b in zip(outputs, badness, strict=True) if b)
+        self.events.append(event)
+        for output, bad in zip(outputs, badness, strict=True):
+            self._wrote([output], origin, event if bad else None)
+
+    def _custom(self, func: Any, node: Any) -> str | None:
+        name: str | None = None
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = str(node.name())  # type: ignore[attr-defined]
+        elif func.namespace not in ("aten", "prims", "prim", "c10d", "_c10d_functional"):
+            name = func.namespace
+        if name is not None:
+            self.custom.add(name)
+        return name
+
+    def _wrote(self, outputs: Iterable[Tensor], origin: int, event: Event | None = None) -> None:
+        for output in outputs:
+            cell = self.memory.cell(output, made=True)
+            if cell is None:
+                continue
+            cell.origin |= origin
+            if event is not None:
+                cell.writer, cell.lawful = event.index, event.lawful
+
+
+def is_allocation(func: Any) -> bool:
+    """Return True if an operator hands out memory that nobody has written to."""
+    return bool(func.overloadpacket.__name__.lstrip("_").startswith(_ALLOCATIONS))
+
+
+def _is_fresh(
+    func: Any,
+    outputs: list[Tensor],
+    edges: tuple[Edge, ...],
+    masks: list[tuple[Tensor, Tensor]],
+    total: Badness,
+) -> bool:
+    """Tell whether the inputs explain what is bad: element by element where the operator works so."""
+    if not edges or (total.nan and not any(edge.badness.nan for edge in edges)):
+        return True
+    if torch.Tag.pointwise not in func.tags or len(outputs) != 1:
+        return False
+    unexplained = ~torch.isfinite(outputs[0])
+    for _, mask in masks:
+        try:
+            unexplained &= ~mask.expand(unexplained.shape)
+        except RuntimeError:  # an in-place operator of another shape
+            return False
+    return bool(unexplained.any())
+
+
+def _before_overwriting(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments as they will still be after the operator has run."""
+    if not func._schema.is_mutable:
+        return args, kwargs
+    copy: Callable[[Any], Any] = lambda x: (  # noqa: E731 - one line, used twice
+        x.detach().clone() if isinstance(x, Tensor) and x.numel() <= _MAX_COPY else x
+    )
+    return tuple(copy(a) for a in args), {name: copy(value) for name, value in kwargs.items()}
+
+
+def _written_by(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the arguments that an operator without a result writes to."""
+    schema = func._schema.arguments
+    written = [a for a, s in zip(args, schema, strict=False) if s.alias_info and s.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def _sequence(node: Any) -> int:
+    return -1 if node is None or node.name().endswith("AccumulateGrad") else int(node._sequence_nr())
+
+
+def names_of(loss: Tensor) -> Mapping[int, tuple[str, bool]]:
+    """Return the autograd nodes behind a loss by number: name, and whether it is a user's Function."""
+    found: dict[int, tuple[str, bool]] = {}
+    waiting = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        found[_sequence(node)] = (node.name(), custom)
+        waiting += [parent for parent, _ in node.next_functions]
+    return found

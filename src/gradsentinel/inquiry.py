@@ -1,0 +1,185 @@
+"""What happens when something is wrong: confirm, keep evidence, diagnose, recover, record."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from gradsentinel import events
+from gradsentinel.bus import Bus
+from gradsentinel.decision import Action, Kind
+from gradsentinel.errors import TrainingAborted
+from gradsentinel.evidence import Evidence
+from gradsentinel.incident import Incident, Outcome, Recovery
+from gradsentinel.judge import Filed, Ruling
+from gradsentinel.recovery import Ladder
+from gradsentinel.run import Run
+from gradsentinel.testimony import Statement, bounded, open_incidents, severity_of
+from gradsentinel.testing import record_swallowed
+from gradsentinel.topology import fold_ranks
+
+logger = logging.getLogger("gradsentinel")
+
+Examiner = Callable[[Evidence, Run], Evidence]
+"""Looks closer at one rank's evidence, on the host: no collectives, nothing changed."""
+
+Diagnoser = Callable[[Incident, Run], None]
+"""Completes an incident with its diagnosis; called on every rank, may take seconds and run the step again."""
+
+_QUIET_STEPS = 100
+"""A warning that comes back within so many steps is the same one going on."""
+_MOST_ALIKE = 8
+"""So many findings of one detector, kind and action are looked into in one step."""
+_REPORTED = Recovery(outcome=Outcome.REPORTED, apply=True, message="")
+
+
+class Inquiry:
+    """The incident path of a run; every rank enters it as soon as one suspects something."""
+
+    def __init__(
+        self, run: Run, bus: Bus, *, examiners: Sequence[Examiner], diagnosers: Sequence[Diagnoser]
+    ) -> None:
+        self._run = run
+        self._bus = bus
+        self._examiners = list(examiners)
+        self._diagnosers = list(diagnosers)
+        self._warnings: dict[tuple[str, Kind], tuple[Incident, int]] = {}
+
+    def confirm(self, ruling: Ruling, started: float) -> list[Incident]:
+        """Look closer on the host; every rank does as soon as one suspects something."""
+        if not ruling.suspicious:
+            return []
+        confirmed: list[Statement] = []
+        alike: Counter[tuple[str, Kind, Action]] = Counter()
+        for entry in ruling.fired:
+            key = (entry.detector, entry.finding.kind, entry.finding.action)
+            alike[key] += 1
+            if alike[key] > _MOST_ALIKE:
+                continue
+            evidence = self._look_closer(entry)
+            if evidence is not None and evidence.action > Action.CONTINUE:
+                confirmed.append(Statement(entry.detector, entry.step, evidence))
+        for (detector, kind, _), count in alike.items():
+            if count > _MOST_ALIKE:
+                logger.warning(
+                    "%s: of %d findings (%s) %d were looked into", detector, count, kind, _MOST_ALIKE
+                )
+        incidents = open_incidents(self._run, confirmed)
+        for incident in incidents:
+            incident.seconds["detect"] = time.perf_counter() - started
+        return incidents
+
+    def _look_closer(self, entry: Filed) -> Evidence | None:
+        """Return what is left of a suspicion; one that cannot be examined stands."""
+        finding = entry.finding
+        try:
+            evidence = finding.resolve()
+            if evidence is None:
+                return None
+            for examine in self._examiners:
+                evidence = examine(evidence, self._run)
+            return bounded(evidence, travels=self._run.consensus.world_size > 1)
+        except TrainingAborted:
+            raise
+        except Exception as error:
+            logger.exception("step %d: evidence of %s failed", entry.step, entry.detector)
+            record_swallowed(error)
+            failed = Evidence(
+                kind=finding.kind,
+                action=finding.action,
+                message=f"{finding.kind} suspected; looking closer failed: {error}",
+                microbatch=finding.microbatch,
+            )
+            return bounded(failed, travels=True)
+
+    def handle(self, incident: Incident) -> Recovery:
+        """Evidence, diagnosis, recovery, record; called on every rank.
+
+        Raises:
+            TrainingAborted: when the run must not go on.
+        """
+        run, bus = self._run, self._bus
+        if incident.action is Action.WARN and self._goes_on(incident):
+            return _REPORTED
+        run.incidents.append(incident)
+        self._write(incident)
+        bus.emit(events.IncidentEvent(step=incident.step, incident=incident, scene=run.scene.as_mapping()))
+        self._diagnose(incident)
+        if incident.diagnosis is not None:
+            bus.emit(
+                events.DiagnosisEvent(step=incident.step, incident=incident, diagnosis=incident.diagnosis)
+            )
+        incident.severity = severity_of(incident, run.incidents)
+        if incident.action is Action.WARN:
+            self._write(incident)
+            self._announce(incident, incident.message)
+            return _REPORTED
+        return self._recover(incident)
+
+    def _diagnose(self, incident: Incident) -> None:
+        """Find out more, if somebody can; without a diagnosis there is still a recovery."""
+        started = time.perf_counter()
+        for diagnose in self._diagnosers:
+            try:
+                diagnose(incident, self._run)
+            except TrainingAborted:
+                raise
+            except Exception as error:
+                logger.exception("step %d: the diagnosis failed", incident.step)
+                record_swallowed(error)
+                incident.notes += (f"the diagnosis failed: {type(error).__name__}: {error}",)
+        if self._diagnosers:
+            incident.seconds["diagnose"] = time.perf_counter() - started
+
+    def _goes_on(self, incident: Incident) -> bool:
+        """Count a warning that goes on step after step, instead of opening an incident for each step."""
+        key = (incident.detector, incident.kind)
+        first, last_step = self._warnings.get(key, (incident, incident.step))
+        self._warnings[key] = (first, incident.step)
+        if first is incident or incident.step - last_step > _QUIET_STEPS:
+            self._warnings[key] = (incident, incident.step)
+            return False
+        count = first.details["repeated"] = first.details.get("repeated", 0) + 1
+        first.details["last_step"] = incident.step
+        if count & (count - 1) == 0:  # at 1, 2, 4, 8 ...: what goes on for ever must not flood log and disk
+            self._announce(incident, f"{incident.message} ({count} more since step {first.step})")
+            self._write(first)
+        return True
+
+    def _recover(self, incident: Incident) -> Recovery:
+        started = time.perf_counter()
+        try:
+            recovery = Ladder(self._bus.responders()).recover(incident, self._run)
+        except TrainingAborted as error:
+            incident.seconds["recover"] = time.perf_counter() - started
+            self._write(incident)
+            logger.error("%s", error)  # noqa: TRY400 - the traceback travels with the exception
+            failed = Recovery(outcome=Outcome.ABORTED, apply=False, message=incident.recovery)
+            self._bus.emit(events.RecoveryEvent(step=incident.step, incident=incident, recovery=failed))
+            raise
+        incident.outcome = recovery.outcome
+        incident.recovery = recovery.message
+        incident.seconds["recover"] = time.perf_counter() - started
+        self._write(incident)
+        self._announce(incident, f"{incident.message}; {recovery.message}")
+        self._bus.emit(events.RecoveryEvent(step=incident.step, incident=incident, recovery=recovery))
+        return recovery
+
+    def _announce(self, incident: Incident, text: str) -> None:
+        """Log one line for the whole job, and say in it where the trouble was."""
+        if self._run.consensus.rank:
+            return
+        alone = self._run.consensus.world_size == 1
+        where = "" if alone else f", {fold_ranks(place.rank for place in incident.ranks)}"
+        logger.warning("step %d%s: %s", incident.step, where, text)
+
+    def _write(self, incident: Incident) -> None:
+        """Rank 0 writes the merged incident; the ranks' own evidence is their callbacks' business."""
+        if self._run.consensus.rank:
+            return
+        try:
+            self._run.directory.write_incident(incident)
+        except (OSError, TypeError, ValueError) as error:
+            logger.error("incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
