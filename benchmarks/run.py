@@ -6,7 +6,9 @@ import json
 import logging
 import platform
 from pathlib import Path
+from typing import Any
 
+import consensus
 import overhead
 import torch
 from rich.console import Console
@@ -40,16 +42,38 @@ def main() -> None:
             )
     unheard = overhead.unheard_event_ns()
     console.print(f"an event nobody hears costs {unheard:.0f} ns")
+    agreement = consensus.measure()
+    show_agreement(console, agreement)
     path = Path(__file__).with_name("results.json")
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": platform.machine()}
     path.write_text(
         json.dumps(
-            {"machine": machine, "steps": results, "segment_ms": segment, "unheard_event_ns": unheard},
+            {
+                "machine": machine,
+                "steps": results,
+                "segment_ms": segment,
+                "unheard_event_ns": unheard,
+                "consensus": agreement,
+            },
             indent=2,
         )
         + "\n"
     )
     console.print(f"written to {path.name}")
+
+
+def show_agreement(console: Console, found: dict[str, Any]) -> None:
+    """Print what the agreement of ranks costs."""
+    table = Table(title=f"{found['ranks']} gloo ranks, {found['parameters'] / 1e6:.1f} M parameters, DDP")
+    table.add_column("variant")
+    table.add_column("step over plain DDP's", justify="right")
+    for name, ratio in found["ratios"].items():
+        table.add_row(name, f"{ratio:.3f}")
+    table.add_row("[dim]plain step, ms[/dim]", f"[dim]{found['plain_ms']:.1f}[/dim]")
+    table.add_section()
+    for name, milliseconds in found["parts_ms"].items():
+        table.add_row(name, f"{milliseconds:.3f} ms")
+    console.print(table)
 
 
 if __name__ == "__main__":

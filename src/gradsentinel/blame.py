@@ -168,7 +168,11 @@ def _largest(gradient: Tensor) -> Tensor:
     values = values._values() if values.layout is torch.sparse_coo else values_of(values)
     if not values.numel():
         return torch.zeros((), device=values.device)
-    largest: Tensor = torch.linalg.vector_norm(parts_of(values), float("inf"))
+    values = parts_of(values)
+    if values.device.type == "cpu":  # where this norm is over ten times slower than the two extremes
+        low, high = torch.aminmax(values)
+        return torch.maximum(-low, high)
+    largest: Tensor = torch.linalg.vector_norm(values, float("inf"))
     return largest
 
 

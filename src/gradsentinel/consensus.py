@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 import traceback
@@ -117,9 +118,14 @@ class DistributedConsensus:
         self._device = device
         self._timeout = timeout
         self._group: Any = dist.new_group(timeout=timedelta(seconds=timeout))
-        self._name = f"gradsentinel/{self._group.group_name}"
         self._failure = ""
         """Why the ranks cannot agree any more."""
+        self._name = f"gradsentinel/{self._group.group_name}"
+        # A store that outlives a restart still holds the names that dead processes left.
+        drawn = torch.tensor([secrets.randbits(62)], device=device)
+        with self._answered():
+            dist.all_reduce(drawn, op=dist.ReduceOp.MAX, group=self._group)
+        self._name += f"/{int(drawn)}"
 
     def agree(self, levels: Tensor) -> Tensor:
         """Return the element-wise maximum over all ranks; raises ConsensusError."""

@@ -159,6 +159,11 @@ class GradientView:
         """Largest absolute value of all gradients, 0-dim; NaN if one is."""
         return self.magnitudes.max() if self._all else torch.tensor(0.0)
 
+    @property
+    def distributed(self) -> bool:
+        """True if a gradient is a distributed tensor, whose norms take all ranks."""
+        return any(_is_dtensor(entry.gradient) for entry in self._all)
+
     def norm_of(self, name: str) -> Tensor:
         """Return one parameter's norm, 0-dim; raises KeyError if it has no gradient."""
         for entry, norm in zip(self._all, self._norms, strict=True):
@@ -173,13 +178,18 @@ class GradientView:
         origin = self.origin() if self.origin is not None else frozenset()
         return tuple(entry for entry in bad if entry.name in origin) or bad
 
-    @torch.no_grad()
     def safe_norm(self) -> float:
         """Return the global norm without overflow on the way; slow, and called on every rank.
 
         Each gradient is scaled by the largest absolute value before it is raised to the power (the
-        classic two-pass norm, as in BLAS nrm2). Not finite only if an element is.
+        classic two-pass norm, as in BLAS nrm2). Not finite only if an element is. The ranks communicate
+        in the first call only.
         """
+        return self._safe_norm
+
+    @cached_property
+    @torch.no_grad()
+    def _safe_norm(self) -> float:
         by_place: dict[Any, list[Tensor]] = {}
         for entry in self._all:
             gradient = _summed(entry.gradient)

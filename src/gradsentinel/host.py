@@ -166,9 +166,10 @@ class TorchHost:
                 main_grad.zero_()
 
     def restored(self) -> None:
-        """Forget which optimizers the scaler had unscaled: those gradients are gone."""
+        """Forget which optimizers the scaler had unscaled, and whole parameters that FSDP2 may have kept."""
         if self.scaler is not None:
             self.scaler._per_optimizer_states.clear()
+        self._reshard()
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rate of each parameter group; a tensor learning rate on a device waits."""
@@ -281,6 +282,7 @@ class TorchHost:
 
     def _refresh(self) -> None:
         """Read the names again: at start, and when an optimizer got a parameter it did not have."""
+        self._reshard()
         self._names.clear()
         self._order.clear()
         for prefix, module in self._modules:
@@ -292,6 +294,11 @@ class TorchHost:
                     self._remember(f"optimizer{index}.group{number}.{position}", parameter)
         self._signature = self._current_signature()
         self.generation += 1
+
+    def _reshard(self) -> None:
+        """Have FSDP2 drop the whole parameters that a forward pass without a backward pass left in place."""
+        for _, module in self.sharded_modules():
+            module.reshard()  # type: ignore[operator]
 
     def _remember(self, name: str, parameter: Tensor) -> None:
         if id(parameter) not in self._names:

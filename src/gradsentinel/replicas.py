@@ -18,7 +18,10 @@ _WORD = {1: torch.int8, 2: torch.int16}
 """How the bits of narrow numbers are read; wider ones are read as int32."""
 _MODULUS = 2**61
 """Checksums stay below this, far from `ABSENT`. Words of 32 bits times odd weights: no single bit is lost."""
-_CHUNK = 2**22
+_CHUNK = 2**18
+"""Elements at a time on a CPU, where the wide integers then stay in its cache: several times faster."""
+_LARGE_CHUNK = 2**22
+"""Elements at a time on other devices, where each launch costs."""
 _MIX = 0x9E3779B97F4A7C1  # odd, so that multiplying loses no bit; spreads the parameters over the total
 
 
@@ -109,9 +112,10 @@ def checksum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for bits in _words(local(tensor).detach()):
         total = total * _MIX
-        place = torch.arange(min(bits.numel(), _CHUNK), device=bits.device, dtype=torch.int64)
-        for start in range(0, bits.numel(), _CHUNK):  # wide integers of a large tensor never exist at once
-            part = bits[start : start + _CHUNK].to(torch.int64)
+        chunk = _CHUNK if bits.device.type == "cpu" else _LARGE_CHUNK
+        place = torch.arange(min(bits.numel(), chunk), device=bits.device, dtype=torch.int64)
+        for start in range(0, bits.numel(), chunk):  # wide integers of a large tensor never exist at once
+            part = bits[start : start + chunk].to(torch.int64)
             total += ((part + 1) * _weights(place[: part.numel()] + start)).sum()
     return torch.remainder(total, _MODULUS)
 

@@ -204,7 +204,7 @@ class Watch:
             went_back=any(recovery.step is not None for recovery in recoveries),
             grad_norm=norm,
             loss=loss,
-            safe_norm=_safe_norm(gradients, norm) if usual else None,
+            safe_norm=self._true_norm(gradients, norm, agreed=ruling.suspicious) if usual else None,
             recomputed=recomputed,
             loss_scale=scale,
             scaler_skips=skips and apply,
@@ -323,6 +323,20 @@ class Watch:
         pending, self._pending = self._pending, []
         return pending
 
+    def _true_norm(self, gradients: GradientView, norm: float, *, agreed: bool) -> float | None:
+        """Return the true norm if the usual formula overflowed on finite gradients, else None.
+
+        Sharded gradients need all ranks for it, so they compute it only where all of them know: after
+        a suspicion that was agreed on.
+        """
+        overflowed = not abs(norm) < float("inf")
+        if gradients.distributed:
+            overflowed = agreed and not self.run.consensus.all_of(not overflowed)
+        if not overflowed:
+            return None
+        safe = gradients.safe_norm()
+        return safe if safe < float("inf") else None
+
     def _callback_failed(self, listener: Listener, error: Exception, step: int) -> None:
         """File a callback's failure as a finding of its own slot, so that all ranks hear of it."""
         finding = Finding(
@@ -332,11 +346,3 @@ class Watch:
             message=f"{listener.name} raised {type(error).__name__}: {error}; the run goes on without it",
         )
         self._pending.append(Filed(listener.slot, step, finding, listener.name))
-
-
-def _safe_norm(gradients: GradientView, norm: float) -> float | None:
-    """Return the true norm if the usual formula overflowed on finite gradients, else None."""
-    if abs(norm) < float("inf"):
-        return None
-    safe = gradients.safe_norm()
-    return safe if safe < float("inf") else None

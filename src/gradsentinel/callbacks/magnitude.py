@@ -104,12 +104,12 @@ def _scaler_drops(event: events.BeforeClip) -> bool:
 
 def _confirm_global(view: GradientView, bound: float, action: Action) -> Evidence | None:
     norm = float(view.total_norm)
-    if not abs(norm) < float("inf"):
+    if not abs(norm) < float("inf") and not view.distributed:  # that would take the other ranks
         norm = view.safe_norm()
     if norm <= bound:
         return None
     return Evidence(
-        kind=_kind(norm),
+        kind=_kind(norm) if not view.distributed or view.evidence() else Kind.MAGNITUDE,
         action=action,
         message=f"the global gradient norm is {norm:.4g}, above {bound:g}",
         tensors=_largest(view),

@@ -189,7 +189,9 @@ class NanCallback(Detector):
 
     def _confirm_gradients(self) -> Evidence | None:
         tensors = self._view.evidence() if self._view is not None else ()
-        if not tensors:
+        run = self._run
+        began_here = run is not None and run.local.watching and bool(run.local.bad_places()[1])
+        if not tensors and not began_here:  # a shard may be finite on the very rank that spoilt the others'
             return None
         state = self._confirm_state(before_step=True)
         if state is not None:
@@ -198,7 +200,8 @@ class NanCallback(Detector):
         return Evidence(
             kind=Kind.NONFINITE_GRADIENT,
             action=Action.parse(self.action),
-            message=f"non-finite gradient in {_name(tensors)}" + self._in_microbatch(microbatch),
+            message=f"non-finite gradient in {_name(tensors) or 'another shard'}"
+            + self._in_microbatch(microbatch),
             tensors=tensors,
             microbatch=microbatch,
             diagnosis=_unexplained("backward"),

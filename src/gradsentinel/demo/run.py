@@ -211,8 +211,18 @@ def _line(incident: Incident) -> str:
     return (
         f"[yellow]step {incident.step}[/yellow] [bold]{str(incident.kind).replace('_', ' ')}[/bold]{where}\n"
         f"    {escape(incident.message)}\n"
+        f"{escape(_cause(incident))}"
         f"    [green]{escape(incident.recovery)}[/green]"
     )
+
+
+def _cause(incident: Incident) -> str:
+    """The diagnosis in one line, if there is one."""
+    found = incident.diagnosis
+    if found is None or found.cause == "unknown":
+        return ""
+    place = ", ".join(part for part in (found.op, found.source) if part)
+    return f"    cause: {found.cause}{f' ({place})' if place else ''}\n"
 
 
 def _say_where(console: Console, run_dir: Path, png: Path | None) -> None:

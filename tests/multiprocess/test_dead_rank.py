@@ -1,0 +1,141 @@
+"""A rank that dies or sleeps keeps nobody waiting for ever, and is named."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradsentinel import NanCallback, Sentinel
+from gradsentinel.errors import ConsensusError
+
+pytestmark = pytest.mark.multiprocess
+
+BAD_STEP = 2
+LONG = 600.0  # seconds: a test that waited for such a timeout would not end in time
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def oversleep() -> None:
+    time.sleep(7)  # longer than the timeout and the roll call after it
+
+
+def train(folder: Path, victim: int, fate: Callable[[], None], timeout: float) -> str:
+    """Train without DDP, so that the agreement is the first to notice; return how it ended."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sentinel = Sentinel(model, optimizer, callbacks=[NanCallback()], run_dir=folder / "run", timeout=timeout)
+    try:
+        with sentinel:
+            for step, batch in enumerate(sentinel.steps([torch.ones(2, 4)] * 4)):
+                sentinel.backward(model(batch).square().mean())
+                if step == BAD_STEP and dist.get_rank() == victim:
+                    fate()
+                sentinel.step()
+    except ConsensusError as error:
+        first = f"step {sentinel.step_count}: {error}"
+    else:
+        return "no error"
+    try:
+        sentinel._watch.settle_pending()
+    except ConsensusError as error:  # who goes on all the same is told again, at once
+        return first if first.endswith(str(error)) else f"first {first}, then {error}"
+    return "no error the second time"
+
+
+def _main(
+    rank: int, world_size: int, folder: Path, port: int | None, answer: Connection, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    if port is None:  # rank 0 holds the store
+        file = folder / "port"
+        while rank and not file.exists():
+            time.sleep(0.01)
+        port = int(file.read_text()) if rank else 0
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        if rank == 0:
+            (folder / "new").write_text(str(store.port))
+            (folder / "new").rename(file)
+    else:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.barrier()  # however slow the start was, from here on the ranks keep pace
+    answer.send(train(folder, *args))
+    with contextlib.suppress(EOFError):
+        answer.recv()  # a process that is gone would be noticed by the others, and tell them too much
+
+
+def outcomes(
+    folder: Path, world_size: int, victim: int, fate: Callable[[], None], timeout: float, *, outer_store: bool
+) -> dict[int, str]:
+    """Return how training ended on each rank that lived to tell it."""
+    context = multiprocessing.get_context("fork")
+    store = None
+    if outer_store:  # as torchrun's agent does
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe() for _ in range(world_size)]
+    ranks = [
+        context.Process(
+            target=_main,
+            args=(
+                rank,
+                world_size,
+                folder,
+                None if store is None else store.port,
+                pipes[rank][1],
+                (victim, fate, timeout),
+            ),
+        )
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    told: dict[int, str] = {}
+    deadline = time.monotonic() + 60
+    try:
+        for rank, (mine, _) in enumerate(pipes):
+            wait([mine, ranks[rank].sentinel], max(0.0, deadline - time.monotonic()))
+            if mine.poll():
+                told[rank] = mine.recv()
+            elif ranks[rank].is_alive():
+                pytest.fail(f"rank {rank} hangs; told so far: {told}")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return told
+
+
+def test_a_rank_that_is_killed_is_named_by_all_others_long_before_the_timeout(tmp_path):
+    told = outcomes(tmp_path, 4, victim=1, fate=die, timeout=LONG, outer_store=True)
+    assert told.keys() == {0, 2, 3}
+    for text in told.values():
+        assert text.startswith(f"step {BAD_STEP}: no answer from rank 1: ")
+
+
+def test_a_rank_that_sleeps_longer_than_the_timeout_is_named_and_told_so(tmp_path):
+    told = outcomes(tmp_path, 3, victim=1, fate=oversleep, timeout=3.0, outer_store=True)
+    assert told.keys() == {0, 1, 2}
+    assert told.pop(1).startswith(f"step {BAD_STEP}: this rank came too late")
+    for text in told.values():
+        assert text.startswith(f"step {BAD_STEP}: no answer from rank 1: ")
+
+
+def test_when_rank_0_dies_with_the_store_the_others_say_so(tmp_path):
+    told = outcomes(tmp_path, 3, victim=0, fate=die, timeout=LONG, outer_store=False)
+    assert told.keys() == {1, 2}
+    for text in told.values():
+        assert "the job's store does not answer" in text
+        assert "rank 0" in text
