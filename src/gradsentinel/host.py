@@ -198,8 +198,13 @@ class TorchHost:
         overflow = found[0] if len(found) == 1 else torch.stack([f.to(found[0].device) for f in found]).sum(0)
         return scale, overflow
 
-    def apply(self, optimizers: Sequence[Optimizer]) -> None:
-        """Run the optimizers with the present gradients."""
+    def apply(self, optimizers: Sequence[Optimizer], *, overflow: bool = False) -> None:
+        """Run the optimizers with the present gradients; with `overflow` the scaler drops the step."""
+        if overflow and self.scaler is not None:  # perhaps only another rank has seen it
+            for optimizer in optimizers:
+                state = self.scaler._per_optimizer_states[id(optimizer)]
+                for found in state["found_inf_per_device"].values():
+                    found.fill_(1.0)
         for optimizer in optimizers:
             if self.scaler is None:
                 optimizer.step()

@@ -36,6 +36,8 @@ class Ruling:
     """The extra numbers that travelled along."""
     due: tuple[bool, ...] = ()
     """What is due after the step: true where it is on any rank."""
+    broken: tuple[bool, ...] = ()
+    """Which of the bounds on extra numbers are broken: true where they are on any rank."""
 
     @property
     def suspicious(self) -> bool:
@@ -66,10 +68,13 @@ class Judge:
         device: torch.device,
         *,
         due: tuple[bool, ...] = (),
+        bounds: Sequence[tuple[str, float]] = (),
     ) -> Ruling:
         """Return the agreed ruling; called on every rank, waits for the device once.
 
-        `due` travels along, so that ranks which do not know alike what comes after the step still do alike.
+        `due` travels along, so that ranks which do not know alike what comes after the step still do alike;
+        so does whether some of the extra numbers, by name, break a bound on any rank. Both have the same
+        length on every rank, also on one that lacks such a number.
         """
         everywhere = {id(value) for value in extras.values()}
         place: dict[int, int] = {}
@@ -83,7 +88,17 @@ class Judge:
         packed = torch.zeros(0, dtype=dtype, device=device)
         if stack:
             packed = torch.stack([value.to(device=device, dtype=dtype) for value in stack])
-        levels, limits = self._levels(packed, filed, place)
+        largest = torch.finfo(dtype).max  # an infinite bound would let an infinite value pass
+        rows = [
+            (entry.slot, place[id(entry.finding.value)], _bound(entry.finding, largest), entry.finding.action)
+            for entry in filed
+        ] + [
+            (self.slots + number, place[id(extras[name])], min(bound, largest), Action.WARN)
+            for number, (name, bound) in enumerate(bounds)
+            if name in extras
+        ]
+        slots = self.slots + len(bounds)
+        levels, limits = self._levels(packed, rows, slots)
         if due:
             flags = self._due.get(due)
             if flags is None or flags.device != levels.device:
@@ -92,53 +107,44 @@ class Judge:
         levels = self.consensus.agree(levels)
         host = torch.cat([levels.to(dtype), packed]).tolist()
         agreed = tuple(Action(int(level)) for level in host[: self.slots])
-        told = tuple(bool(flag) for flag in host[self.slots : self.slots + len(due)])
-        numbers = host[self.slots + len(due) :]
+        broken = tuple(bool(level) for level in host[self.slots : slots])
+        told = tuple(bool(flag) for flag in host[slots : slots + len(due)])
+        numbers = host[slots + len(due) :]
         fired = tuple(
             entry
             for position, entry in enumerate(filed)
             if not abs(numbers[place[id(entry.finding.value)]]) <= limits[position]
         )
         values = {name: numbers[place[id(value)]] for name, value in extras.items()}
-        return Ruling(agreed, fired, values, told)
+        return Ruling(agreed, fired, values, told, broken)
 
     def _levels(
-        self, packed: Tensor, filed: Sequence[Filed], place: Mapping[int, int]
+        self, packed: Tensor, rows: Sequence[tuple[int, int, float, Action]], slots: int
     ) -> tuple[Tensor, dict[int, float]]:
-        """One int32 level per slot, on the device, and the bound of each finding as it was compared."""
-        if not filed:
-            return torch.zeros(self.slots, dtype=torch.int32, device=packed.device), {}
-        key = (
-            self.slots,
-            packed.device,
-            packed.dtype,
-            tuple(
-                (
-                    entry.slot,
-                    place[id(entry.finding.value)],
-                    _bound(entry.finding, packed.dtype),
-                    entry.finding.action,
-                )
-                for entry in filed
-            ),
-        )
+        """One int32 level per slot, on the device, and the bound of each row as it was compared.
+
+        A row is a slot, the position of its number, its bound, and the level if the bound is broken.
+        """
+        if not rows:
+            return torch.zeros(slots, dtype=torch.int32, device=packed.device), {}
+        key = (slots, packed.device, packed.dtype, tuple(rows))
         if self._plan is None or key != self._key:
-            self._plan, self._key = self._lay_out(packed, key[3]), key
+            self._plan, self._key = self._lay_out(packed, rows, slots), key
         index, limit, action, limits = self._plan
         broken = (packed.abs()[index] <= limit).logical_not()
         return (broken.to(torch.int32) * action).amax(1), limits
 
     def _lay_out(
-        self, packed: Tensor, rows: Sequence[tuple[int, int, float, Action]]
+        self, packed: Tensor, rows: Sequence[tuple[int, int, float, Action]], slots: int
     ) -> tuple[Tensor, Tensor, Tensor, dict[int, float]]:
-        """Index, bound and action matrices [slots, most findings of one slot], padded with harmless rows."""
-        columns: dict[int, list[tuple[int, float, Action]]] = {slot: [] for slot in range(self.slots)}
+        """Index, bound and action matrices [slots, most rows of one slot], padded with harmless rows."""
+        columns: dict[int, list[tuple[int, float, Action]]] = {slot: [] for slot in range(slots)}
         for slot, position, bound, action in rows:
             columns[slot].append((position, bound, action))
         width = max(len(column) for column in columns.values())
         for column in columns.values():
             column.extend([(0, float("inf"), Action.CONTINUE)] * (width - len(column)))
-        table = [columns[slot] for slot in range(self.slots)]
+        table = [columns[slot] for slot in range(slots)]
         device, dtype = packed.device, packed.dtype
         bounds = torch.tensor([[cell[1] for cell in row] for row in table], dtype=dtype)
         limits = {
@@ -165,8 +171,7 @@ def _scalar(value: Tensor, *, reduce: bool) -> Tensor:
     return value.reshape(()) if value.numel() else value.new_zeros(())
 
 
-def _bound(finding: Finding, dtype: torch.dtype) -> float:
-    largest = torch.finfo(dtype).max  # an infinite bound would let an infinite value pass
+def _bound(finding: Finding, largest: float) -> float:
     if finding.limit is not None:
         return min(finding.limit, largest)
     return 0.5 if finding.value.dtype is torch.bool else largest

@@ -237,7 +237,7 @@ class Sentinel:
                 view = host.gradients(optimizers, norm_type=norm_type)
             if max_norm is not None:
                 view.clip_(max_norm, total_norm=verdict.safe_norm)
-            host.apply(optimizers)
+            host.apply(optimizers, overflow=verdict.scaler_skips)
         host.finish(optimizers, advance=verdict.apply)
         self._verdict = verdict
         if self.applied:

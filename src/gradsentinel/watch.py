@@ -49,6 +49,8 @@ class Verdict:
 
 
 _RECOMPUTED = {Outcome.RETRIED, Outcome.RESCUED}
+_ASKED = (("overflow", 0.0),)
+"""The number above whose bound all ranks do alike: does the scaler of any rank drop the step?"""
 
 
 class Watch:
@@ -182,13 +184,13 @@ class Watch:
         extras.update({f"loss{index}": loss for index, loss in enumerate(losses)})
         if loss_scale is not None and overflow is not None:
             extras.update(loss_scale=loss_scale, overflow=overflow)
-        ruling = self._rule(filed, extras, due)
+        ruling = self._rule(filed, extras, due, _ASKED)
         self._due = ruling.due
+        (skips,) = ruling.broken  # a rank that steps while another one's scaler drops the step is lost
         norm = ruling.values["grad_norm"]
         seen = [ruling.values[f"loss{index}"] for index in range(len(losses))]
         loss = sum(seen) / len(seen) if seen else None
         self.run.last_loss, self.run.last_grad_norm = loss, norm
-        skips = bool(ruling.values.get("overflow"))
         scale = ruling.values.get("loss_scale")
         step = self.run.step
         incidents = self.inquiry.confirm(ruling, started)
@@ -306,10 +308,14 @@ class Watch:
     # -- the phases ----------------------------------------------------------------------------------
 
     def _rule(
-        self, filed: Sequence[Filed], extras: Mapping[str, Tensor], due: tuple[bool, ...] = ()
+        self,
+        filed: Sequence[Filed],
+        extras: Mapping[str, Tensor],
+        due: tuple[bool, ...] = (),
+        bounds: Sequence[tuple[str, float]] = (),
     ) -> Ruling:
         self.judge.slots = self.bus.slots
-        return self.judge.rule(filed, extras, self.run.host.device, due=due)
+        return self.judge.rule(filed, extras, self.run.host.device, due=due, bounds=bounds)
 
     def _due_after(self, step: int) -> tuple[bool, ...]:
         """Say what is due after this step; agreed on with the ruling: a rank may fail to know it."""
