@@ -56,20 +56,10 @@ def train(folder: Path, victim: int, fate: Callable[[], None], timeout: float) -
 
 
 def _main(
-    rank: int, world_size: int, folder: Path, port: int | None, answer: Connection, args: tuple[Any, ...]
+    rank: int, world_size: int, folder: Path, port: int, answer: Connection, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    if port is None:  # rank 0 holds the store
-        file = folder / "port"
-        while rank and not file.exists():
-            time.sleep(0.01)
-        port = int(file.read_text()) if rank else 0
-        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-        if rank == 0:
-            (folder / "new").write_text(str(store.port))
-            (folder / "new").rename(file)
-    else:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()  # however slow the start was, from here on the ranks keep pace
     answer.send(train(folder, *args))
@@ -78,13 +68,12 @@ def _main(
 
 
 def outcomes(
-    folder: Path, world_size: int, victim: int, fate: Callable[[], None], timeout: float, *, outer_store: bool
+    folder: Path, world_size: int, victim: int, fate: Callable[[], None], timeout: float
 ) -> dict[int, str]:
     """Return how training ended on each rank that lived to tell it."""
     context = multiprocessing.get_context("fork")
-    store = None
-    if outer_store:  # as torchrun's agent does
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Outside the ranks, as torchrun's agent keeps it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(world_size)]
     ranks = [
         context.Process(
@@ -93,7 +82,7 @@ def outcomes(
                 rank,
                 world_size,
                 folder,
-                None if store is None else store.port,
+                store.port,
                 pipes[rank][1],
                 (victim, fate, timeout),
             ),
@@ -119,23 +108,15 @@ def outcomes(
 
 
 def test_a_rank_that_is_killed_is_named_by_all_others_long_before_the_timeout(tmp_path):
-    told = outcomes(tmp_path, 4, victim=1, fate=die, timeout=LONG, outer_store=True)
+    told = outcomes(tmp_path, 4, victim=1, fate=die, timeout=LONG)
     assert told.keys() == {0, 2, 3}
     for text in told.values():
         assert text.startswith(f"step {BAD_STEP}: no answer from rank 1: ")
 
 
 def test_a_rank_that_sleeps_longer_than_the_timeout_is_named_and_told_so(tmp_path):
-    told = outcomes(tmp_path, 3, victim=1, fate=oversleep, timeout=3.0, outer_store=True)
+    told = outcomes(tmp_path, 3, victim=1, fate=oversleep, timeout=3.0)
     assert told.keys() == {0, 1, 2}
     assert told.pop(1).startswith(f"step {BAD_STEP}: this rank came too late")
     for text in told.values():
         assert text.startswith(f"step {BAD_STEP}: no answer from rank 1: ")
-
-
-def test_when_rank_0_dies_with_the_store_the_others_say_so(tmp_path):
-    told = outcomes(tmp_path, 3, victim=0, fate=die, timeout=LONG, outer_store=False)
-    assert told.keys() == {1, 2}
-    for text in told.values():
-        assert "the job's store does not answer" in text
-        assert "rank 0" in text
