@@ -1,16 +1,15 @@
-"""A plain PyTorch loop, on real text, that goes on when a record is poisoned."""
+"""A plain PyTorch loop, on real text, that survives the three faults of the demo."""
 
 import torch
 from torch import nn
 
-from gradsentinel import NanCallback, Rollback, Sentinel
+from gradsentinel import MagnitudeCallback, NanCallback, Rollback, Sentinel
 from gradsentinel.demo.data import CharCorpus, batches, stdlib_text
-from gradsentinel.faults import FaultPlan, PoisonSample
+from gradsentinel.faults import FaultPlan, FlipBit, MatmulOverflow, PoisonSample
 
 
 def loss_of(model, batch):
-    hidden, _ = model["rnn"](model["embed"](batch["tokens"]))
-    logits = model["head"](hidden).transpose(1, 2)
+    logits = model["head"](model["rnn"](model["embed"](batch["tokens"]))[0]).transpose(1, 2)
     losses = nn.functional.cross_entropy(logits, batch["targets"], reduction="none").mean(dim=1)
     return (losses * batch["weight"]).sum() / batch["weight"].sum()
 
@@ -21,9 +20,14 @@ layers = {"embed": nn.Embedding(corpus.vocab, 64), "rnn": nn.GRU(64, 64, batch_f
 model = nn.ModuleDict({**layers, "head": nn.Linear(64, corpus.vocab)})
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = batches(corpus, batch_size=16, steps=120, context=48, seed=0)
-plan = FaultPlan([PoisonSample(steps=(60,), field="weight")])  # one NaN in one record of batch 60
+record = PoisonSample(steps=(60,), field="weight")  # one NaN in one record
+overflow = MatmulOverflow(steps=(75,), module="head", persistent=True)  # a product leaves float16's range
+bit = FlipBit(steps=(90,), target="gradient", name="head.weight", bit=30)  # finite, and huge
+plan = FaultPlan([record, overflow, bit])
+callbacks = [NanCallback(), MagnitudeCallback(max_global_norm=1e3, action="skip"), Rollback()]
 
-with Sentinel(model, optimizer, callbacks=[NanCallback(), Rollback()], run_dir="runs/plain") as sentinel:
+sentinel = Sentinel(model, optimizer, callbacks=callbacks, run_dir="runs/plain", forward=loss_of)
+with sentinel, plan.attach(model):
     for step, batch in enumerate(sentinel.steps(plan.batches(loader))):
         loss = loss_of(model, batch)
         sentinel.backward(loss)
@@ -32,6 +36,5 @@ with Sentinel(model, optimizer, callbacks=[NanCallback(), Rollback()], run_dir="
             print(f"step {step:3}  loss {loss.item():.3f}  {sentinel.last_action.label}")
 
 for incident in sentinel.incidents:
-    print(f"\n{incident.id}: {incident.message}")
-    print(f"where: {incident.where}\ndone:  {incident.recovery}")
+    print(f"\n{incident.id}: {incident.message}\nwhere: {incident.where}\ndone:  {incident.recovery}")
 print("all weights finite:", all(bool(p.isfinite().all()) for p in model.parameters()))

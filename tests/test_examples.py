@@ -32,15 +32,18 @@ def run_example(tmp_path):
     return run
 
 
-def test_the_plain_loop_drops_the_poisoned_step_and_goes_on(run_example, tmp_path):
+def test_the_plain_loop_drops_the_three_bad_steps_and_goes_on(run_example, tmp_path):
     printed = run_example("plain_loop.py").splitlines()
     steps = {int(line.split()[1]): line.split() for line in printed if line.startswith("step ")}
     assert steps[60] == ["step", "60", "loss", "nan", "skip"]
-    assert {words[-1] for step, words in steps.items() if step != 60} == {"continue"}
+    assert {step for step, words in steps.items() if words[-1] == "skip"} == {60, 75, 90}
+    assert {words[-1] for step, words in steps.items() if step not in {60, 75, 90}} == {"continue"}
     assert float(steps[100][3]) < 0.6 * float(steps[0][3])
     assert "all weights finite: True" in printed
 
-    [incident] = RunDirectory(tmp_path / "runs" / "plain").read_incidents()
+    incident, overflow, flip = RunDirectory(tmp_path / "runs" / "plain").read_incidents()
+    assert (overflow.step, overflow.kind) == (75, Kind.NONFINITE_LOSS)
+    assert (flip.step, flip.kind, flip.where) == (90, Kind.MAGNITUDE, "head.weight")
     assert (incident.step, incident.kind) == (60, Kind.NONFINITE_INPUT)
     assert (incident.action, incident.outcome) == (Action.SKIP, Outcome.SKIPPED)
     assert [(sample.position, sample.field) for sample in incident.samples] == [(7, "weight")]

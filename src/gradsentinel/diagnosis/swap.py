@@ -93,7 +93,7 @@ def finite_with_weights(replay: Replay, microbatch: MicroBatch, snapshot: Snapsh
     try:
         with replay.with_parameters(older):
             return is_finite(replay.compute(microbatch))
-    except Exception:  # noqa: BLE001 - likewise
+    except Exception:  # noqa: BLE001 - the user's code, run on what it was not run on before; None says so
         return None
 
 
@@ -112,7 +112,7 @@ def finite_without(replay: Replay, microbatch: MicroBatch, rows: list[int], size
     try:
         batch = map_tensors(replaced, microbatch.batch)
         return is_finite(replay.compute(microbatch, batch=batch))
-    except Exception:  # noqa: BLE001 - likewise
+    except Exception:  # noqa: BLE001 - the user's code, run on what it was not run on before; None says so
         return None
 
 
