@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
 
 from gradsentinel import events
 from gradsentinel.callback import Detector
@@ -15,6 +18,9 @@ from gradsentinel.inspection import inspect_tensor
 
 _FAR_OUT = 1e6
 """So many times the bound is no large gradient any more; clipping would only hide it."""
+
+
+_Confirm = Callable[[GradientView, float, Action], Evidence | None]
 
 
 @dataclass(kw_only=True)
@@ -54,48 +60,27 @@ class MagnitudeCallback(Detector):
 
     def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
         """Compare the view's numbers with the bounds."""
-        if event.loss_scale is not None and event.overflow is not None and len(event.gradients) == 0:
-            return ()
-        view, action = event.gradients, Action.parse(self.action)
+        view = event.gradients
         findings = []
         if self.max_global_norm is not None:
-            bound = self.max_global_norm
-            findings.append(
-                Finding(
-                    kind=Kind.MAGNITUDE,
-                    value=view.total_norm,
-                    limit=bound,
-                    action=action,
-                    confirm=lambda: None if _scaler_drops(event) else _confirm_global(view, bound, action),
-                )
-            )
+            findings.append(self._finding(event, view.total_norm, self.max_global_norm, _confirm_global))
         if self.max_parameter_norm is not None:
-            limit = self.max_parameter_norm
-            findings.append(
-                Finding(
-                    kind=Kind.MAGNITUDE,
-                    value=view.max_norm,
-                    limit=limit,
-                    action=action,
-                    confirm=lambda: (
-                        None if _scaler_drops(event) else _confirm_each(view, "norm", limit, action)
-                    ),
-                )
-            )
+            confirm = partial(_confirm_each, "norm")
+            findings.append(self._finding(event, view.max_norm, self.max_parameter_norm, confirm))
         if self.max_value is not None:
-            peak = self.max_value
-            findings.append(
-                Finding(
-                    kind=Kind.MAGNITUDE,
-                    value=view.max_magnitude,
-                    limit=peak,
-                    action=action,
-                    confirm=lambda: (
-                        None if _scaler_drops(event) else _confirm_each(view, "largest value", peak, action)
-                    ),
-                )
-            )
+            confirm = partial(_confirm_each, "largest value")
+            findings.append(self._finding(event, view.max_magnitude, self.max_value, confirm))
         return findings
+
+    def _finding(self, event: events.BeforeClip, value: Tensor, bound: float, confirm: _Confirm) -> Finding:
+        view, action = event.gradients, Action.parse(self.action)
+        return Finding(
+            kind=Kind.MAGNITUDE,
+            value=value,
+            limit=bound,
+            action=action,
+            confirm=lambda: None if _scaler_drops(event) else confirm(view, bound, action),
+        )
 
 
 def _scaler_drops(event: events.BeforeClip) -> bool:
@@ -117,7 +102,7 @@ def _confirm_global(view: GradientView, bound: float, action: Action) -> Evidenc
     )
 
 
-def _confirm_each(view: GradientView, what: str, bound: float, action: Action) -> Evidence | None:
+def _confirm_each(what: str, view: GradientView, bound: float, action: Action) -> Evidence | None:
     values = (view.norms if what == "norm" else view.magnitudes).tolist()
     over = sorted(
         ((name, value) for name, value in zip(view.names, values, strict=True) if not value <= bound),
