@@ -2,15 +2,19 @@
 
 python benchmarks/diagnosis.py            prints the table of docs/diagnosis.md
 python benchmarks/diagnosis.py --write    writes it into that page
+python benchmarks/diagnosis.py --time     prints how long a diagnosis of the demo model takes
 """
 
 import argparse
 import logging
 import re
+import statistics
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +27,7 @@ PAGE = ROOT / "docs" / "diagnosis.md"
 START, END = "<!-- table: begin -->", "<!-- table: end -->"
 sys.path.insert(0, str(ROOT / "tests" / "diagnosis"))
 
-from failures import FAILURES, Failure  # noqa: E402 - the tests' own cases
-from test_real_failures import (  # noqa: E402
+from test_real_failures import (  # noqa: E402 - the tests' own cases
     Attention,
     Checkpointed,
     Encoder,
@@ -32,8 +35,15 @@ from test_real_failures import (  # noqa: E402
     Gated,
     distance,
 )
+from verdicts import FAILURES, Failure, run_failure, wrong_in  # noqa: E402 - likewise
 
 from gradsentinel import NanCallback, Sentinel  # noqa: E402
+from gradsentinel.demo.config import DemoConfig  # noqa: E402
+from gradsentinel.demo.data import CharCorpus, batches, stdlib_text  # noqa: E402
+from gradsentinel.demo.run import build  # noqa: E402
+from gradsentinel.faults import FaultPlan, MatmulOverflow  # noqa: E402
+
+_WARM_UP, _HEALTHY = 3, 12
 
 
 @dataclass
@@ -46,8 +56,6 @@ class Row:
     right: bool
     anomaly: str
     anomaly_right: bool
-    seconds: float
-    step: float
 
 
 def reported() -> list[Failure]:
@@ -86,7 +94,7 @@ def reported() -> list[Failure]:
                 op="aten.exp.default", node="ExpBackward0"),
         Failure(name="attention over padding only (pytorch#41508)", model=Encoder, batch=lambda: padded,
                 forward=lambda m, b: m(b["x"], b["padding"])[[0, 2]].pow(2).mean(), cause="data",
-                phase="forward", op="aten._softmax.default", node="SoftmaxBackward0"),
+                phase="forward", op="aten._softmax.default", node="SoftmaxBackward0", samples=(1,)),
         Failure(name="no token supervised (OLMo-core#657)", model=lambda: nn.Linear(4, 1),
                 batch=lambda: masked,
                 forward=lambda m, b: (m(b["x"]).pow(2).flatten() * b["mask"]).sum() / b["mask"].sum(),
@@ -104,31 +112,6 @@ def reported() -> list[Failure]:
     ]  # fmt: skip
 
 
-def diagnose(case: Failure) -> tuple[Any, float, float]:
-    """Run the failing step under a sentinel; return the diagnosis, its seconds and those of a plain step."""
-    torch.manual_seed(0)
-    model = case.model()
-    if case.prepare is not None:
-        case.prepare(model)
-    batches = case.batch() if case.accumulate > 1 else [case.batch()]
-    optimizer = case.optimizer(model)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Sentinel(
-            model, optimizer, callbacks=[NanCallback()], run_dir=folder, forward=case.forward
-        ) as sentinel,
-    ):
-        started = time.perf_counter()
-        for batch in sentinel.steps(batches, accumulate=case.accumulate):
-            sentinel.backward(case.forward(model, batch))
-            step = time.perf_counter() - started
-            if case.after_backward is not None:
-                case.after_backward(model)
-            sentinel.step()
-    incident = sentinel.incidents[0]
-    return incident.diagnosis, incident.seconds["diagnose"], step
-
-
 def anomaly(case: Failure) -> str:
     """Return the autograd node that detect_anomaly names, or what it does instead."""
     torch.manual_seed(0)
@@ -136,14 +119,17 @@ def anomaly(case: Failure) -> str:
     if case.prepare is not None:
         case.prepare(model)
     batches = case.batch() if case.accumulate > 1 else [case.batch()]
+    loop = case.loop or case.forward
+    optimizer = case.optimizer(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with torch.autograd.detect_anomaly(check_nan=True):
                 for batch in batches:
-                    case.forward(model, batch).backward()
+                    loop(model, batch).backward()
                     if case.after_backward is not None:
                         case.after_backward(model)
+                optimizer.step()
     except RuntimeError as error:
         named = re.search(r"Function '(\w+)' returned nan", str(error))
         return named[1] if named else "another error"
@@ -152,25 +138,20 @@ def anomaly(case: Failure) -> str:
 
 def compare(case: Failure) -> Row:
     """Run both tools on a failure and judge them by what is really wrong."""
-    found, seconds, step = diagnose(case)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        incident = run_failure(case, Path(folder))
+    found = incident.diagnosis
     causes = (case.cause,) if isinstance(case.cause, str) else case.cause
-    right = (
-        found.cause in causes
-        and (case.op is None or found.op == case.op)
-        and (case.phase is None or found.phase == case.phase)
-        and (case.node is None or found.node == case.node)
-    )
+    operator = " or ".join(case.op) if isinstance(case.op, tuple) else case.op
     named = anomaly(case)
-    node = case.node or found.node
     return Row(
         name=case.name,
-        truth=f"{' or '.join(causes)}{f', {case.op}' if case.op else ''}",
+        truth=f"{' or '.join(causes)}{f', {operator}' if operator else ''}",
         told=f"{found.cause}{f', {found.op}' if found.op else ''}",
-        right=right,
+        right=not wrong_in(case, incident),
         anomaly=named,
-        anomaly_right=named != "nothing" and named == node,
-        seconds=seconds,
-        step=step,
+        anomaly_right=named != "nothing" and named == (case.node or found.node),
     )
 
 
@@ -188,16 +169,103 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+# -- how long it takes -----------------------------------------------------------------------------
+
+
+def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.float16):
+        return model(**batch).loss
+
+
+def _fault(step: int) -> FaultPlan:
+    """Attention scores that leave float16's range, every time that step is computed."""
+    overflow = MatmulOverflow(steps=(step,), module="blocks.1.attn", nth=2, persistent=True)
+    return FaultPlan([overflow], seed=1)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure() -> dict[str, Any]:
+    """Time the diagnosis of an overflow in the demo model, and a rerun of the step in anomaly mode.
+
+    Returns seconds of a healthy step, of the diagnosis and of the rerun, both also in steps, and what the
+    two named. The rerun needs more than it takes: to be at that step, with its weights, batch and random
+    state.
+    """
+    config = DemoConfig()
+    corpus = CharCorpus(stdlib_text(config.corpus_bytes // 10))
+    bad = _WARM_UP + _HEALTHY
+    with _one_thread(), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(config.seed)
+        model = build(config, corpus.vocab)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = batches(corpus, batch_size=config.batch_size, steps=bad + 1, context=config.context, seed=0)
+        plan = _fault(bad)
+        seconds: list[float] = []
+        sentinel = Sentinel(model, optimizer, callbacks=[NanCallback()], run_dir=folder, forward=_loss_of)
+        with sentinel, plan.attach(model):
+            for batch in sentinel.steps(plan.batches(loader)):
+                started = time.perf_counter()
+                sentinel.backward(_loss_of(model, batch))
+                sentinel.step(max_norm=1.0)
+                seconds.append(time.perf_counter() - started)
+        (incident,) = sentinel.incidents
+        plan = _fault(0)
+        with plan.attach(model):
+            for last in plan.batches([batch]):
+                started = time.perf_counter()
+                named = _named_by_anomaly_mode(model, last)
+                rerun = time.perf_counter() - started
+    step = statistics.median(seconds[_WARM_UP:bad])
+    diagnosis = incident.seconds["diagnose"]
+    found = incident.diagnosis
+    return {
+        "step_seconds": step,
+        "diagnosis_seconds": diagnosis,
+        "diagnosis_steps": diagnosis / step,
+        "found": f"{found.cause}, {found.op} in {found.module}, {found.source}",
+        "anomaly_seconds": rerun,
+        "anomaly_steps": rerun / step,
+        "anomaly_found": named,
+        "within_limit": diagnosis <= 10 * step + 2,
+    }
+
+
+def _named_by_anomaly_mode(model: nn.Module, batch: Any) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.autograd.detect_anomaly(check_nan=True):
+                _loss_of(model, batch).backward()
+    except RuntimeError as error:
+        named = re.search(r"Function '(\w+)' returned nan", str(error))
+        return named[1] if named else "another error"
+    return "nothing"
+
+
 def main() -> None:
-    """Print or write the table."""
+    """Print or write the table, or the time a diagnosis takes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the table into docs/diagnosis.md")
-    write = parser.parse_args().write
+    parser.add_argument("--time", action="store_true", help="time the diagnosis of the demo model")
+    arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    if arguments.time:
+        for name, value in measure().items():
+            print(f"{name:18} {f'{value:.3f}' if isinstance(value, float) else value}")
+        return
     torch.set_num_threads(1)
     text = table([compare(case) for case in [*reported(), *FAILURES]])
-    if not write:
+    if not arguments.write:
         print(text)
         return
     page = PAGE.read_text(encoding="utf-8")

@@ -76,8 +76,10 @@ def train(run_dir, ids=None, *, steps=6):
     x = torch.randn(steps, 4, 3)
     x[1, 2, 0] = math.nan
     ids = list(range(10, 14)) if ids is None else ids
+    batches = [{"x": part, "id": [f"{number}/{i}" for i in range(4)]} for number, part in enumerate(x)]
+    batches[1]["id"] = ids
     with Sentinel(model, optimizer, callbacks=[NanCallback(), SnapshotSaver()], run_dir=run_dir) as sentinel:
-        for batch in sentinel.steps([{"x": part, "id": ids} for part in x]):
+        for batch in sentinel.steps(batches):
             sentinel.backward(model(batch["x"]).pow(2).mean())
             if sentinel.step_count == 4:
                 model[0].weight.grad[1, 2] = math.inf
@@ -443,7 +445,9 @@ def test_show_tells_everything_about_a_real_incident(run):
         *(incident.message, incident.recovery[1:], "The loss was nan"),
         *("data (95% sure)", *incident.diagnosis.remedy, "2 12 x", "0.weight 12 of 12 nan [0, 0]"),
         *(f"0 on {incident.ranks[0].host}, cpu", "detect", "recover"),
-        *("incident.json", "environment.json", "scene/state.safetensors", str(run / "incidents" / INPUT)),
+        *("incident.json", "environment.json", "scene/", "bundle.json", str(run / "incidents" / INPUT)),
+        f"gradsentinel replay {run / 'incidents' / INPUT} --target pkg.module:factory",
+        f"gradsentinel verify {run / 'incidents' / INPUT} --target pkg.module:factory",
     ]
     assert [words for words in told if words not in out] == []
 

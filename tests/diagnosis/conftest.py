@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from verdicts import line_of
 
 from gradsentinel import Incident, NanCallback, Sentinel
 
@@ -56,19 +57,6 @@ def diagnosed(sentinel_for) -> Callable[..., Incident | None]:
         return sentinel.incidents[0] if sentinel.incidents else None
 
     return run
-
-
-def line_of(function: Any, text: str) -> str:
-    """Return 'file:number' of the first line of a function that holds the text."""
-    code = function.__code__
-    lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
-    start = code.co_firstlineno
-    while not lines[start - 1].lstrip().startswith("def "):  # decorators may hold the text too
-        start += 1
-    for number in range(start + 1, len(lines) + 1):
-        if text in lines[number - 1]:
-            return f"{Path(code.co_filename).name}:{number}"
-    raise AssertionError(f"{text!r} is not in {function}")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Failures of the same kinds as the reported ones, thought up after the rules were written, in three rounds.
+"""Failures of the same kinds as the reported ones, thought up after the rules were written, in rounds.
 
 Each says what is really wrong. docs/diagnosis.md tells how many were right before a rule was touched.
 """
@@ -22,13 +22,14 @@ class Failure:
     batch: Callable[[], Any]
     cause: str | tuple[str, ...]
     phase: str | None
-    op: str | None
+    op: str | tuple[str, ...] | None
     node: str | None = None
     module: str | None = None
     model: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)
     line: str | None = None
     """A text that only the guilty line of `forward` holds."""
-    samples: tuple[int, ...] = ()
+    samples: tuple[int, ...] | None = ()
+    """None: any."""
     microbatch: int | None = None
     after_backward: Callable[[nn.Module], None] | None = None
     prepare: Callable[[nn.Module], None] | None = None
@@ -36,6 +37,9 @@ class Failure:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: torch.optim.SGD(
         m.parameters(), lr=0.01
     )
+    scaler: Callable[[], Any] | None = None
+    loop: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    """What the loop computes, where that is not what it says in `forward`."""
     round: int = 1
 
 

@@ -2,54 +2,79 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gradsentinel import events
-from gradsentinel._version import __version__
-from gradsentinel.archive import write_archive
-from gradsentinel.callback import Callback
-from gradsentinel.decision import Action
+from gradsentinel.background import Background
+from gradsentinel.callback import Callback, Findings
+from gradsentinel.decision import Action, Kind
+from gradsentinel.diagnosis import custom
+from gradsentinel.diagnosis.bundle import BundleFacts, BundleWriter
+from gradsentinel.diagnosis.collect import Level, add_microbatch, collect
+from gradsentinel.diagnosis.findings import Findings as Traced
+from gradsentinel.diagnosis.guilty import Guilty, guilty_of
+from gradsentinel.diagnosis.operator import CannotRun, OperatorCall, call_of
+from gradsentinel.diagnosis.repro import write_program
+from gradsentinel.diagnosis.storable import nbytes
+from gradsentinel.diagnosis.stored_call import call_to_tree, encode
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.incident import Incident
+from gradsentinel.evidence import Diagnosis, Finding
+from gradsentinel.incident import Incident, Outcome
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
-from gradsentinel.store import write_json
-from gradsentinel.tree import UnsupportedStateError, tensors_in
+from gradsentinel.tree import UnsupportedStateError, flatten
 
-BUNDLE_KIND = "scene"
-_ENVIRONMENT = (
-    "CUDA_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD",
-)
+logger = logging.getLogger("gradsentinel")
+
+_FOR_OPERATOR = 1 << 27
+"""So many bytes, but at most an eighth of all, are reserved for the bad operator's inputs."""
+_PATIENCE = 300.0
+"""Seconds that the end of a run waits for what is still being written."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """The bundle of the incident that is being handled."""
+
+    incident: Incident
+    scene: Mapping[str, Any]
+    writer: BundleWriter
+    saved: tuple[int, ...]
+    """Numbers of the micro-batches that are in it."""
+    room: int
+    """Bytes that are left."""
 
 
 @dataclass(kw_only=True)
 class SnapshotSaver(Callback):
-    """Saves a bundle for each incident: environment, random states and the offending micro-batch.
+    """Saves a bundle for each incident, to look at the fault and run it again on another machine.
 
-    JSON and safetensors only, so that opening it is safe. What cannot be stored that way is left out
-    and named in `environment.json`. Called on: every rank, each writes its own part.
+    JSON and safetensors only, so that opening it is safe. Copies are taken at once, a thread writes
+    them. What cannot be stored, or is too large, is left out and named in `bundle.json`. A disk that
+    refuses is reported as an incident of its own; the run goes on. Called on: every rank, each writes
+    its own part.
     """
 
+    level: Level | str = "standard"
+    """`"light"`: facts and statistics. `"standard"`: also the micro-batch, random states, the bad operator's
+    inputs and a program that runs it. `"full"`: also weights, buffers, optimizer state and gradients."""
     max_bundles: int = 20
     """So many bundles are written per run; incidents beyond have their incident.json only."""
     max_bytes: int = 1 << 30
-    """Micro-batches beyond this size are left out, which the bundle says."""
+    """What would make a rank's part of a bundle larger than this is left out, which the bundle says."""
     min_action: Action | str = Action.WARN
     """Incidents below this action get no bundle."""
     _run: Run | None = field(default=None, init=False, repr=False)
+    _background: Background | None = field(default=None, init=False, repr=False)
+    _open: _Open | None = field(default=None, init=False, repr=False)
     _written: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.level = Level.parse(self.level)
         self.min_action = Action.parse(self.min_action)
         if self.max_bundles < 0 or self.max_bytes < 0:
             raise ConfigurationError("max_bundles and max_bytes must be 0 or more")
@@ -57,66 +82,158 @@ class SnapshotSaver(Callback):
     def on_run_start(self, event: events.RunStart) -> None:
         """Remember the run."""
         self._run = event.run
+        self._background = Background(max_bytes=2 * self.max_bytes)
 
     def on_incident(self, event: events.IncidentEvent) -> None:
-        """Write the bundle beside incident.json."""
-        run = self._run
-        if (
-            run is None
-            or event.incident.action < Action.parse(self.min_action)
-            or self._written >= self.max_bundles
-        ):
+        """Copy the scene and have it written beside incident.json."""
+        run, incident = self._run, event.incident
+        self._open = None
+        if run is None or self._background is None or not self._wanted(incident):
             return
         self._written += 1
-        directory = run.directory.incidents / event.incident.id
-        directory.mkdir(parents=True, exist_ok=True)
-        left_out: list[str] = []
-        microbatches: Sequence[MicroBatch] = _offending(event.incident, event.scene["microbatches"])
-        state: dict[str, Any] = {"microbatches": []}
-        room = self.max_bytes
-        for microbatch in microbatches:
-            room -= _nbytes(microbatch.batch)
-            if room < 0:
-                left_out.append(f"micro-batch {microbatch.index}: larger than max_bytes={self.max_bytes}")
-                continue
-            state["microbatches"].append(
-                {"index": microbatch.index, "batch": microbatch.batch, "rng": microbatch.rng.to_tree()}
-            )
-        if event.scene["rng"] is not None:
-            state["rng"] = event.scene["rng"].to_tree()
-        suffix = f"-rank{run.rank.rank}" if run.consensus.world_size > 1 else ""
-        meta = {"incident": event.incident.id, "step": event.step, "rank": run.rank.rank}
+        level = Level.parse(self.level)
+        reserved = min(self.max_bytes // 8, _FOR_OPERATOR) if level >= Level.STANDARD else 0
+        parts = collect(
+            incident,
+            event.scene["microbatches"],
+            event.scene["rng"],
+            run,
+            level=level,
+            room=self.max_bytes - reserved,
+        )
+        facts = BundleFacts(
+            incident=incident.id,
+            step=incident.step,
+            level=level,
+            rank=run.rank.rank,
+            world_size=run.consensus.world_size,
+        )
+        writer = BundleWriter(run.directory.incidents / incident.id, facts)
+        scene = parts.archives.get("scene")
+        saved = () if scene is None else tuple(int(entry["index"]) for entry in scene[0]["microbatches"])
+        self._open = _Open(incident, event.scene, writer, saved, self.max_bytes - parts.nbytes)
+        self._background.submit(self._what(incident), lambda: writer.write(parts), parts.nbytes)
+
+    def on_diagnosis(self, event: events.DiagnosisEvent) -> None:
+        """Add the bad operator, its inputs, and the program that runs it."""
+        bundle, run = self._open, self._run
+        if bundle is None or run is None or bundle.incident is not event.incident:
+            return
+        if Level.parse(self.level) < Level.STANDARD:
+            return
+        self._add_microbatch(bundle, run)
+        guilty = guilty_of(event.incident, event.diagnosis, run)
+        if guilty is not None:
+            self._add_operator(bundle, guilty, event.diagnosis, run)
+
+    def on_recovery(self, event: events.RecoveryEvent) -> None:
+        """Finish writing before a run that is aborted may be gone."""
+        if self._background is not None and event.recovery.outcome is Outcome.ABORTED:
+            self._background.finish(_PATIENCE)
+
+    def on_after_step(self, event: events.AfterStep) -> Findings:
+        """Let go of the scene, and report what could not be written."""
+        self._open = None
+        return self._reports()
+
+    def on_run_end(self, event: events.RunEnd) -> Findings:
+        """Finish writing, and report what could not be written."""
+        self._open = None
+        if self._background is not None:
+            self._background.finish(_PATIENCE)
+        return self._reports()
+
+    def _wanted(self, incident: Incident) -> bool:
+        mine = incident.kind is Kind.CALLBACK_ERROR and incident.detector.startswith(type(self).__name__)
+        return (
+            incident.action >= Action.parse(self.min_action) and self._written < self.max_bundles and not mine
+        )
+
+    def _add_microbatch(self, bundle: _Open, run: Run) -> None:
+        """Keep the guilty micro-batch, if the diagnosis found it to be another one than was suspected."""
+        wanted = bundle.incident.microbatch
+        if wanted is None or wanted in bundle.saved or not bundle.saved or self._background is None:
+            return
+        parts = add_microbatch(bundle.incident, bundle.scene["microbatches"], wanted, run, room=bundle.room)
+        parts.archives = {f"scene-microbatch{wanted}": archive for archive in parts.archives.values()}
+        bundle.room -= parts.nbytes
+        what, writer = self._what(bundle.incident), bundle.writer
+        self._background.submit(what, lambda: writer.write(parts), parts.nbytes)
+
+    def _add_operator(self, bundle: _Open, guilty: Guilty, diagnosis: Diagnosis, run: Run) -> None:
+        assert self._background is not None
+        writer, what = bundle.writer, self._what(bundle.incident)
         try:
-            write_archive(directory / f"scene{suffix}", state, meta, kind=BUNDLE_KIND)
-        except UnsupportedStateError as error:
-            left_out.append(f"micro-batches: {error}")
-            kept: dict[str, Any] = {"microbatches": [], "rng": state.get("rng")}
-            write_archive(directory / f"scene{suffix}", kept, meta, kind=BUNDLE_KIND)
-        write_json(directory / f"environment{suffix}.json", {**environment(), "left_out": left_out})
+            call, reason = call_of(guilty.event, device=run.host.device, limit=bundle.room)
+            if reason:
+                self._background.submit(what, lambda: writer.leave_out(reason))
+            if call is None:
+                return
+            state, meta, program = self._program(bundle, guilty, diagnosis, call)
+        except (CannotRun, RuntimeError, TypeError, ValueError) as error:
+            refused = f"the bad operator: {error}"
+            self._background.submit(what, lambda: writer.leave_out(refused))
+            return
+        self._background.submit(what, lambda: writer.write_operator(state, meta, program), nbytes(state))
+
+    @staticmethod
+    @torch.no_grad()
+    def _program(
+        bundle: _Open, guilty: Guilty, diagnosis: Diagnosis, call: OperatorCall
+    ) -> tuple[dict[str, Any], dict[str, Any], str]:
+        """Return what the archive of the operator holds, and the text of repro.py."""
+        operator, meta = call_to_tree(call)
+        function, given = _function_of(guilty.findings, bundle.room - nbytes(operator))
+        program = write_program(
+            bundle.incident,
+            diagnosis,
+            call,
+            operator,
+            folder=f"operator{bundle.writer.suffix}",
+            function=function,
+            function_state=given,
+            allocation=guilty.event.allocation,
+        )
+        meta["allocation"] = guilty.event.allocation
+        meta["custom"] = guilty.custom
+        meta["function"] = None if function is None else f"{function.module}:{function.qualname}"
+        return {"operator": operator, "function": given}, meta, program
+
+    @staticmethod
+    def _what(incident: Incident) -> str:
+        return f"the bundle of {incident.id}"
+
+    def _reports(self) -> Findings:
+        failures = [] if self._background is None or not self._written else self._background.failures()
+        if not failures:
+            return None
+        return [
+            Finding(
+                kind=Kind.CALLBACK_ERROR,
+                action=Action.WARN,
+                value=torch.tensor(True),
+                message=f"{type(self).__name__}: {failure}; the run goes on",
+            )
+            for failure in failures
+        ]
 
 
-def environment() -> dict[str, Any]:
-    """Return what a reader elsewhere wants to know of this process: versions, device, settings."""
-    return {
-        "schema": 1,
-        "gradsentinel": __version__,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "variables": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-    }
-
-
-def _offending(incident: Incident, microbatches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    """The micro-batch that was bad, or all of them if it is not known."""
-    mine = [entry for entry in microbatches if entry.index == incident.microbatch]
-    return mine or microbatches
-
-
-def _nbytes(batch: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_in(batch))
+def _function_of(
+    findings: Traced | None, room: int
+) -> tuple[custom.FunctionCall | None, dict[str, Any] | None]:
+    """Return the custom Function to blame and what it was given, if both can be stored."""
+    if findings is None or findings.custom is None:
+        return None, None
+    try:
+        function = custom.catch(findings)
+    except Exception as error:  # noqa: BLE001 - the user's own code, run once more
+        logger.warning("the custom operator could not be run once more: %s: %s", type(error).__name__, error)
+        return None, None
+    if function is None:
+        return None, None
+    given = {"args": encode(list(function.args)), "grads": function.grads and encode(list(function.grads))}
+    try:
+        flatten(given, copy_views=False)
+    except UnsupportedStateError:
+        return None, None
+    return (function, given) if nbytes(given) <= room else (None, None)

@@ -13,6 +13,7 @@ from gradsentinel.incident import Incident, fold
 from gradsentinel.inspection import is_finite, readable
 from gradsentinel.run import Run
 from gradsentinel.tree import tensors_in
+from gradsentinel.wording import plain_name
 
 _MOST = 32
 """Modules watched at once."""
@@ -54,7 +55,7 @@ class Armed:
         parent = suspect.rpartition(".")[0]
         for prefix, root in run.host.modules():
             for path, module in root.named_modules():
-                name = ".".join(part for part in (prefix, path) if part)
+                name = plain_name(".".join(part for part in (prefix, path) if part))
                 near = name in (suspect, parent) or (name.rpartition(".")[0] == parent and name)
                 if near and name not in self._sentries and len(self._sentries) < _MOST:
                     self._watch(run, name, module)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradsentinel.diagnosis.operands import Operand, bad_index, bad_rows, operands_of, tensors_of
 from gradsentinel.diagnosis.record import Call, Event
 from gradsentinel.diagnosis.replay import Computed
-from gradsentinel.diagnosis.scan import sample_ids
-from gradsentinel.diagnosis.swap import HALF, batch_size
+from gradsentinel.diagnosis.swap import NARROW, batch_size
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import Path, call_of
+from gradsentinel.records import sample_ids
 from gradsentinel.run import Run
 from gradsentinel.scene import MicroBatch
 
@@ -29,8 +31,10 @@ class Findings:
     computed: Computed
     path: Path
     origin: Event
-    healthy_others: int = 0
+    finite_others: tuple[MicroBatch, ...] = ()
     """Micro-batches of the same step that were finite."""
+    finite_with_healthy: bool | None = None
+    """With the same weights, on the batch of the last healthy step."""
     finite_in_wide: bool | None = None
     finite_with_known_good: bool | None = None
     """With the weights of the known-good state, on the same batch."""
@@ -71,17 +75,13 @@ class Findings:
     @property
     def custom(self) -> str | None:
         """The user's own operator in which the origin ran, if it did."""
-        if self.origin.custom is not None:
-            return self.origin.custom
-        known = self.computed.nodes.get(self.origin.sequence)
-        inside = known is not None and known[1] and self.origin.in_no_grad and not self.origin.backward
-        return known[0] if inside and known is not None else None
+        return custom_of(self.origin, self.computed)
 
     @property
     def half(self) -> str | None:
         """The narrow dtype that the origin worked in or produced, if it did."""
         dtypes = [o.dtype for o in self.operands] + [r.dtype for r in self.origin.results]
-        return next((str(d).removeprefix("torch.") for d in dtypes if d in HALF), None)
+        return next((str(d).removeprefix("torch.") for d in dtypes if d in NARROW), None)
 
     @property
     def size(self) -> int | None:
@@ -106,17 +106,24 @@ class Findings:
         return []
 
     def whole_row_masked(self) -> bool:
-        """Return True if the row that became NaN, along the operator's dimension, held only infinities."""
+        """Return True if the row that became bad, along the operator's dimension, held only infinities."""
         found = bad_index(self.origin)
-        if found is None or not found[0] or self.name == "mul":
+        if found is None or self.name == "mul":
             return False
         index, result = found
-        along = self.origin.args[1] if "softmax" in self.name and len(self.origin.args) > 1 else -1
-        dim = along % result.dim() if isinstance(along, int) else result.dim() - 1
-        place = tuple(slice(None) if d == dim else i for d, i in enumerate(index))
-        same = [t for t in tensors_of(self.origin) if t.shape == result.shape and t.is_floating_point()]
-        rows = [tensor[place] for tensor in same]
-        return any(row.numel() > 1 and bool(torch.isinf(row).all()) for row in rows)
+        return any(
+            _row_of_infinities(tensor, self._along(tensor.dim()), index, result.shape)
+            for tensor in tensors_of(self.origin)
+            if tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided
+        )
+
+    def _along(self, count: int) -> list[int]:
+        """The dimensions that the operator works along: the last one, if it does not say."""
+        given = self.origin.args[1] if len(self.origin.args) > 1 else -1
+        if isinstance(given, bool) or not isinstance(given, (int, list, tuple)):
+            given = -1
+        dims = [given] if isinstance(given, int) else [dim for dim in given if isinstance(dim, int)]
+        return sorted({dim % count for dim in dims if -count <= dim < count}) or [count - 1]
 
     def singular_origin(self) -> int:
         """Bits: what the operand was computed from that makes the operator singular."""
@@ -143,3 +150,26 @@ class Findings:
     def ids(self) -> dict[int, Any]:
         """Return the user's own ids of the samples, by position."""
         return sample_ids(self.microbatch.batch)
+
+
+def custom_of(event: Event, computed: Computed) -> str | None:
+    """Return the user's own autograd Function or operator library in which an operator ran, if it did."""
+    if event.custom is not None:
+        return event.custom
+    known = computed.nodes.get(event.sequence)
+    inside = known is not None and known[1] and event.in_no_grad and not event.backward
+    return known[0] if inside and known is not None else None
+
+
+def _row_of_infinities(
+    tensor: Tensor, dims: Sequence[int], index: tuple[int, ...], shape: Sequence[int]
+) -> bool:
+    """Tell whether the row of a tensor that an element of the result comes from holds only infinities."""
+    if math.prod(tensor.shape[dim] for dim in dims) < 2:
+        return False
+    rows = torch.isinf(tensor)
+    for dim in dims:
+        rows = rows.all(dim, keepdim=True)
+    if tuple(tensor.shape) == tuple(shape):
+        return bool(rows.expand(tensor.shape)[index])
+    return rows.numel() == math.prod(shape) and bool(rows.reshape(tuple(shape))[index])

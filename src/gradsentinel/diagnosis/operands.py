@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradsentinel.diagnosis.memory import judge
+from gradsentinel.diagnosis.memory import bad_mask, judge
 from gradsentinel.diagnosis.record import Event
-from gradsentinel.inspection import first_index, parts_of, readable
+from gradsentinel.inspection import first_index, parts_of, readable, values_of
 
 _SIGNS = {"div": "/", "mul": "*", "sub": "-", "add": "+", "pow": "**", "true_divide": "/"}
 
@@ -29,6 +29,11 @@ class Operand:
     zeros: int
     nonfinite: int
     origin: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
     def largest(self) -> float:
@@ -56,7 +61,7 @@ def operands_of(event: Event) -> list[Operand]:
     for tensor, origin in zip(tensors_of(event), event.argument_origins, strict=False):
         if readable(tensor) is not None or tensor.layout is not torch.strided:
             continue
-        values = parts_of(tensor.detach())
+        values = parts_of(values_of(tensor))
         finite = values[torch.isfinite(values)].double()
         empty = finite.numel() == 0
         found.append(
@@ -73,23 +78,28 @@ def operands_of(event: Event) -> list[Operand]:
     return found
 
 
+def _makes_nan(event: Event) -> bool:
+    """True if NaN is what is new in the result: infinities may only have passed through."""
+    return event.badness.nan and not any(edge.badness.nan for edge in event.edges)
+
+
 @torch.no_grad()
 def bad_index(event: Event) -> tuple[tuple[int, ...], Tensor] | None:
     """Return the position of the first element that the operator made bad, and the result it is in."""
     explained = [t for t in tensors_of(event) if readable(t) is None and t.layout is torch.strided]
     for result in event.results:
-        bad = ~torch.isfinite(result)
+        bad = bad_mask(result)
         fresh = bad.clone()
         for tensor in explained if event.edges and torch.Tag.pointwise in event.function.tags else ():
             if event.badness.nan and not any(edge.badness.nan for edge in event.edges):
                 fresh &= torch.isnan(result)
             else:
                 try:
-                    fresh &= torch.isfinite(tensor).expand(result.shape)
+                    fresh &= ~bad_mask(tensor).expand(result.shape)
                 except RuntimeError:
                     continue
         bad = fresh if bool(fresh.any()) else bad
-        if event.badness.nan and not event.edges:
+        if _makes_nan(event):
             nans = torch.isnan(result)
             bad = nans if bool(nans.any()) else bad
         if bool(bad.any()):
@@ -101,7 +111,7 @@ def bad_rows(event: Event) -> list[int]:
     """Return the positions along the first dimension of the first bad result."""
     for result in event.results:
         if result.dim():
-            bad = ~torch.isfinite(result)
+            bad = torch.isnan(result) if _makes_nan(event) else bad_mask(result)
             bad = bad if result.dim() == 1 else bad.flatten(1).any(1)
             rows: list[int] = bad.nonzero().flatten().tolist()
             return rows
@@ -126,7 +136,9 @@ def equation(event: Event) -> str:
     name = event.function.overloadpacket.__name__.rstrip("_")
     made = result[index].item() if index else result.item()
     if name in _SIGNS and len(terms) >= 2:
-        return f"{terms[0]} {_SIGNS[name]} {terms[1]} = {_word(made)}"
+        factor = event.kwargs.get("alpha", 1)
+        second = terms[1] if factor == 1 else f"{factor:g} * {terms[1]}"
+        return f"{terms[0]} {_SIGNS[name]} {second} = {_word(made)}"
     return f"{name}({', '.join(terms)}) = {_word(made)}"
 
 

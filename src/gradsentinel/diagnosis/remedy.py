@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.incident import fold
 from gradsentinel.run import Run
@@ -98,7 +101,11 @@ def for_data(found: Findings) -> tuple[str, ...]:
 
 def for_samples(found: Findings, rows: list[int]) -> tuple[str, ...]:
     """Return what to do about named samples."""
-    ids = found.ids()
+    return for_records(rows, found.ids())
+
+
+def for_records(rows: Sequence[int], ids: Mapping[int, Any]) -> tuple[str, ...]:
+    """Return what to do about records, by the user's id or by position."""
     who = fold([f"id {ids[row]}" if row in ids else f"position {row}" for row in rows]) or "such values"
     return (f"repair or filter the record(s) with {who}", "normalise or clip the inputs when loading")
 
@@ -136,6 +143,12 @@ def for_operator(found: Findings) -> tuple[str, ...]:
     return (f"replace or bypass {found.origin.op}{_at(found)}, and report it with its inputs",)
 
 
+def for_device(run: Run) -> tuple[str, ...]:
+    """Return what to do about a device that made a mistake."""
+    device = f"{run.rank.device} of {run.rank.host}, rank {run.rank.rank}"
+    return (f"test {device}, and move off it if this comes back; the batch is innocent",)
+
+
 def for_divergence(found: Findings) -> tuple[str, ...]:
     """Return what to do about weights that have grown away."""
     good = found.run.known_good
@@ -149,7 +162,7 @@ def changed_rates(run: Run) -> list[str]:
         return []
     said = []
     for optimizer, before in zip(run.host.optimizers, run.known_good.optimizers, strict=False):
-        for group, old in zip(optimizer.param_groups, before.get("param_groups", ()), strict=False):
+        for group, old in zip(optimizer.param_groups, before.get("groups", ()), strict=False):
             now, then = float(group.get("lr") or 0), float(old.get("lr") or 0)
             if now != then:
                 said.append(f"the learning rate went from {then:g} to {now:g}")

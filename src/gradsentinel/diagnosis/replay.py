@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +20,10 @@ from gradsentinel.diagnosis.trace import Trace, names_of
 from gradsentinel.host import find_ddp
 from gradsentinel.run import Run
 from gradsentinel.scene import MicroBatch
+from gradsentinel.testing import record_swallowed
 from gradsentinel.tree import map_tensors, tensors_in
+
+logger = logging.getLogger("gradsentinel")
 
 
 class ReplayError(RuntimeError):
@@ -42,7 +47,8 @@ class Computed:
 def reason_against(run: Run) -> str | None:
     """Return why the step in flight cannot be run again, or None if it can."""
     if run.forward is None:
-        return "pass forward=lambda model, batch: loss to the Sentinel to have the step run again"
+        own: str | None = getattr(run.host, "why_no_replay", None)
+        return own or "pass forward=lambda model, batch: loss to the Sentinel to have the step run again"
     if not run.scene.microbatches:
         return "no micro-batch of the step was seen: iterate over sentinel.steps(loader)"
     if any(hasattr(p, "to_local") for _, p in run.host.named_parameters()):
@@ -65,6 +71,8 @@ class Replay:
         self._instead: dict[int, Tensor] = {}
         self.count = 0
         """How often a micro-batch was computed."""
+        self.slowest = 0.0
+        """Seconds that the slowest of them took."""
 
     @contextmanager
     def sheltered(self) -> Iterator[None]:
@@ -79,6 +87,7 @@ class Replay:
         mode: AbstractContextManager[Any] | None = None,
         batch: Any = None,
         backward: bool = True,
+        eager: bool = True,
     ) -> Computed:
         """Run forward and backward of one micro-batch; call it inside `sheltered`.
 
@@ -87,6 +96,7 @@ class Replay:
             mode: a dispatch mode that is active meanwhile.
             batch: to be computed instead, already a copy.
             backward: False stops at the loss.
+            eager: False lets compiled code be compiled code.
 
         Raises:
             ReplayError: if it cannot be done.
@@ -101,9 +111,10 @@ class Replay:
                 trace.declare(tensor, f"batch {path}".strip(), FROM_BATCH)
         microbatch.rng.restore()
         self.count += 1
+        started = time.monotonic()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_eager())
+            stack.enter_context(_eager() if eager else nullcontext())
             if trace is not None:
                 stack.enter_context(trace.module_stack())
             if run.consensus.world_size > 1:
@@ -117,10 +128,12 @@ class Replay:
                 if trace is not None:
                     trace.in_backward = True
                 gradients = run_backward(self, root, given, microbatch, trace)
+        self.slowest = max(self.slowest, time.monotonic() - started)
         return Computed(loss.detach(), root.detach(), gradients, nodes)
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        count = len(self.microbatches)
+        passes = self.run.scene.passes  # a window that the loader's end cut short is divided like the others
+        count = passes[0].divisor if passes else len(self.microbatches)
         root = loss / count if count > 1 else loss
         scaler = getattr(self.run.host, "scaler", None)
         scale = getattr(scaler, "_scale", None)
@@ -195,6 +208,9 @@ def run_backward(
 ) -> dict[str, Tensor]:
     """Compute the gradients without writing them anywhere."""
     leaves = replay.leaves()
+    if any(name.startswith("CheckpointFunction") for name, _ in names_of(root).values()):
+        # Reentrant checkpointing hides its parameters from autograd.grad, which then says they have none.
+        return replay.again_with_hooks_off(given, microbatch, trace)
     try:
         found = torch.autograd.grad(root, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
@@ -202,6 +218,57 @@ def run_backward(
             raise
         return replay.again_with_hooks_off(given, microbatch, trace)
     return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+
+
+def rehearse(run: Run, *, tentative: bool = False) -> str | None:
+    """Run each rank's micro-batches alone before all ranks do so together; return why they had better not.
+
+    An exception on one rank in the middle of a collective keeps the others waiting; here it does no harm.
+    A model that cannot run alone (sharded, or with collectives of its own) is not rehearsed. Called on:
+    every rank.
+
+    Args:
+        run: the run.
+        tentative: it is no surprise if it fails, and nothing to be logged with a traceback.
+    """
+    if run.consensus.world_size == 1:
+        return None
+    failure: Exception | None = None
+    try:
+        replay = Replay(run)
+        if reason_against(run) is None:
+            with replay.sheltered():
+                for microbatch in replay.microbatches:
+                    replay.compute(microbatch)
+    except ReplayError:
+        pass  # it talks to other ranks, or fails on all of them alike
+    except Exception as error:
+        if not tentative:
+            logger.exception("step %d could not be computed again", run.step)
+            record_swallowed(error)
+        failure = error.with_traceback(None)  # its frames hold the activations
+    if run.consensus.all_of(failure is None):
+        return None
+    told = run.consensus.gather("" if failure is None else f"{type(failure).__name__}: {failure}")
+    return f"computing the step again failed: {next(filter(None, told))}"
+
+
+def is_compiled(run: Run) -> bool:
+    """Return True if the loop runs code through torch.compile, as far as modules and forward= show it."""
+    if hasattr(run.forward, "_torchdynamo_orig_callable"):
+        return True
+    roots = [*_each(run.model), *(root for _, root in run.host.modules())]
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for root in roots
+        for module in root.modules()
+    )
+
+
+def _each(model: Any) -> list[nn.Module]:
+    values = model.values() if isinstance(model, Mapping) else model
+    values = values if isinstance(values, (list, tuple)) or isinstance(model, Mapping) else [model]
+    return [module for module in values if isinstance(module, nn.Module)]
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

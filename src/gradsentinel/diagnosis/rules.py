@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from gradsentinel.diagnosis import remedy
+from gradsentinel.diagnosis.excess import by_lone_weight
 from gradsentinel.diagnosis.findings import Findings
+from gradsentinel.diagnosis.lone_weight import find_lone_weight
 from gradsentinel.diagnosis.operands import bad_rows, tensors_of
 from gradsentinel.diagnosis.record import FROM_BATCH, FROM_PARAMETERS
 from gradsentinel.diagnosis.swap import peak_of, peaks_of
@@ -88,9 +90,14 @@ def _nothing_to_average(found: Findings) -> Cause | None:
             why = f"all {target.numel()} labels are {ignored} (ignore_index): the mean is over nothing"
             return Cause("data", 0.9, why, remedy.for_empty(found))
     scalar = origin.args[1] if found.name in ("div", "true_divide") and len(origin.args) > 1 else None
-    if isinstance(scalar, (int, float)) and scalar == 0:
-        return Cause("data", 0.7, "divides by the number 0: a count of nothing", remedy.for_empty(found))
+    if isinstance(scalar, (int, float)) and scalar == 0 and _sums_nothing(found):
+        return Cause("data", 0.7, "divides 0 by the number 0: a count of nothing", remedy.for_empty(found))
     return None
+
+
+def _sums_nothing(found: Findings) -> bool:
+    """A sum over nothing is 0; what is not 0 is divided by something else than a count."""
+    return all(operand.numel == operand.zeros for operand in found.operands)
 
 
 def _impossible_alignment(found: Findings) -> Cause | None:
@@ -106,7 +113,7 @@ def _masked(found: Findings) -> Cause | None:
     if not origin.edges or not all(edge.lawful for edge in origin.edges):
         return None
     if not found.whole_row_masked():
-        why = "it multiplies or subtracts infinities of a mask"
+        why = "it computes with the infinities of a mask"
         return Cause("math", 0.85, why, remedy.for_masked_values(found))
     singular = found.singular_origin()
     by_batch = bool(singular & FROM_BATCH) and not singular & FROM_PARAMETERS
@@ -140,12 +147,13 @@ def _far_from_the_others(found: Findings) -> Cause | None:
     if not _overflows(found) or (found.half is not None and found.finite_in_wide):
         return None
     peaks = peaks_of(found.microbatch.batch)
-    others = [peaks_of(m.batch) for m in found.run.scene.microbatches if m is not found.microbatch]
+    healthy = found.run.scene.healthy if found.finite_with_healthy else ()
+    others = [peaks_of(m.batch) for m in (*found.finite_others, *healthy)]
     for path, peak in peaks.items():
         usual = max((other.get(path, 0.0) for other in others), default=0.0)
-        if found.healthy_others and usual > 0 and peak > _FAR * usual:
+        if usual > 0 and peak > _FAR * usual:
             what = path or "the batch"
-            why = f"{what} holds values up to {peak:.4g}, the other micro-batches up to {usual:.4g}"
+            why = f"{what} holds values up to {peak:.4g}, finite batches only up to {usual:.4g}"
             return Cause("data", 0.8, why, remedy.for_samples(found, []))
     weights = max((peak_of(p) for _, p in found.run.host.named_parameters()), default=0.0)
     path = max(peaks, key=lambda name: peaks[name], default="")
@@ -154,6 +162,17 @@ def _far_from_the_others(found: Findings) -> Cause | None:
         why = f"{what} holds values up to {peaks[path]:.4g}, while no weight exceeds {weights:.4g}"
         return Cause("data", 0.65, why, remedy.for_samples(found, []))
     return None
+
+
+def _lone_weight(found: Findings) -> Cause | None:
+    """An overflow because of one single weight: a flipped bit looks like that."""
+    if not _overflows(found) or not found.origin.origin & FROM_PARAMETERS:
+        return None
+    lone = find_lone_weight(found.run)
+    if lone is None:
+        return None
+    diagnosis = by_lone_weight(lone, found.run)
+    return Cause(diagnosis.cause, diagnosis.confidence, "; ".join(diagnosis.evidence), diagnosis.remedy)
 
 
 def _precision(found: Findings) -> Cause | None:
@@ -165,7 +184,7 @@ def _precision(found: Findings) -> Cause | None:
         f"{found.half} holds at most {limit:.6g}: from inputs up to {largest:.4g} {found.origin.op} "
         "overflows; computed in float32 the same step is finite"
     )
-    if found.origin.badness.nan and not found.origin.badness.inf:
+    if not _overflows(found):
         why = f"in {found.half} {found.origin.op} is singular; computed in float32 the same step is finite"
     return Cause("precision", 0.9, why, remedy.for_precision(found))
 
@@ -228,6 +247,7 @@ RULES: tuple[Rule, ...] = (
     _literal,
     _outlier,
     _far_from_the_others,
+    _lone_weight,
     _precision,
     _data_alone,
     _diverged,
@@ -269,7 +289,7 @@ def _rows_in_words(found: Findings) -> str:
 
 
 def _samples_in_words(found: Findings) -> str:
-    if not found.rows or found.finite_without_rows is False:
+    if not found.rows or found.finite_without_rows is False or len(found.rows) == found.size:
         return ""
     return f", at {fold([sample_name(found, row) for row in found.rows])}"
 

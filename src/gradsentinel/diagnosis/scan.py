@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsentinel.decision import Kind
+from gradsentinel.diagnosis.fingerprint import what_is_different
+from gradsentinel.diagnosis.update import explain_update
 from gradsentinel.evidence import Diagnosis, Evidence, Sample
 from gradsentinel.incident import fold
 from gradsentinel.inspection import first_index, local, parts_of, readable, values_of
+from gradsentinel.records import sample_ids
 from gradsentinel.run import Run
 from gradsentinel.tree import tensors_in
 
-ID_FIELDS = ("sample_id", "sample_ids", "id", "ids", "idx", "index", "indices")
-"""Fields of a batch that are taken for the user's own ids of its records."""
-
 _EXPLAINED_BY_DATA = {Kind.NONFINITE_LOSS, Kind.NONFINITE_GRADIENT, Kind.LOSS_SCALE}
 _MAX_SAMPLES = 64
-_SETTINGS = ("lr", "weight_decay", "momentum", "dampening")
 _STATE = {Kind.NONFINITE_PARAMETER, Kind.NONFINITE_STATE}
 
 
@@ -35,7 +31,7 @@ def scan(evidence: Evidence, run: Run) -> Evidence:
     if evidence.kind in _EXPLAINED_BY_DATA:
         return _scan_inputs(evidence, run)
     if evidence.kind in _STATE:
-        return _scan_optimizer(evidence, run)
+        return explain_update(evidence, run)
     return evidence
 
 
@@ -48,11 +44,13 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
     statements: list[str] = []
     samples: list[Sample] = []
     guilty: int | None = None
-    usual = _usual(run, minus=minus)
+    usual = usual_fields(run, minus=minus)
     for microbatch in run.scene.microbatches:
+        if microbatch.written:  # what it held before the step is gone
+            continue
         ids = sample_ids(microbatch.batch)
         for path, tensor in tensors_in(microbatch.batch):
-            bad = _bad_values(tensor, minus=minus)
+            bad = bad_values(tensor, minus=minus)
             if bad is None or path in usual:
                 continue
             place = f"{path or 'batch'}[{', '.join(map(str, bad.index))}]"
@@ -64,6 +62,9 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
             guilty = microbatch.index if guilty is None else guilty
     if not statements:
         return None
+    text = what_is_different(run.scene.microbatches[guilty or 0].batch, [m.batch for m in run.scene.healthy])
+    if text:
+        statements.append(text)
     who = fold([f"id {s.id}" if s.id is not None else f"position {s.position}" for s in samples])
     return replace(
         evidence,
@@ -81,69 +82,18 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
     )
 
 
-def _usual(run: Run, *, minus: bool) -> set[str]:
+def usual_fields(run: Run, *, minus: bool) -> set[str]:
     """Fields that held such values in the last healthy step too: missing values by design, or unused."""
     return {
         path
         for microbatch in run.scene.healthy
         for path, tensor in tensors_in(microbatch.batch)
-        if _bad_values(tensor, minus=minus) is not None
+        if bad_values(tensor, minus=minus) is not None
     }
 
 
-def _scan_optimizer(evidence: Evidence, run: Run) -> Evidence:
-    """Tell a setting that lets an optimizer make NaN of finite gradients."""
-    if evidence.diagnosis is not None and evidence.diagnosis.phase == "setup":
-        return evidence  # no optimizer has run yet
-    bad = {name for entry in evidence.tensors for name in (entry.name, entry.name.rpartition(":")[0])}
-    for name, parameter, group in _members(run):
-        found = _suspect_setting(group, parameter) if name in bad else None
-        if found is None:
-            continue
-        fact, remedy = found
-        return replace(
-            evidence,
-            message=f"{evidence.message}: {fact}",
-            diagnosis=Diagnosis(
-                cause="optimizer",
-                confidence=0.95,
-                phase="optimizer",
-                module=name.rpartition(".")[0],
-                evidence=(fact,),
-                remedy=(remedy,),
-            ),
-        )
-    return evidence
-
-
-def _suspect_setting(group: Mapping[str, Any], parameter: Tensor) -> tuple[str, str] | None:
-    """Return what is wrong with a parameter group, and what to do about it."""
-    for key in _SETTINGS:
-        value = group.get(key)
-        if isinstance(value, (int, float, Tensor)) and not math.isfinite(value):
-            return f"{key} is {float(value)}", f"find what sets {key}: a scheduler or a hook"
-    eps = group.get("eps")
-    if not isinstance(eps, (int, float)) or parameter.device.type == "meta":
-        return None
-    dtype = parameter.dtype.to_real()
-    if float(torch.tensor(eps, dtype=torch.float64).to(dtype)) > 0:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    fact = f"eps={eps:g} is 0 in {name}: an element whose gradient is 0 becomes 0/0 in the optimizer"
-    if dtype.itemsize < 4:
-        return fact, "use eps >= 1e-4, or keep float32 master weights for the optimizer"
-    return fact, "use eps >= 1e-8"
-
-
-def _members(run: Run) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
-    names = {id(p): name for name, p in run.host.named_parameters()}
-    for optimizer in run.host.optimizers:
-        for group in optimizer.param_groups:
-            yield from ((names[id(p)], p, group) for p in group["params"] if id(p) in names)
-
-
 @dataclass(frozen=True, slots=True)
-class _Bad:
+class Bad:
     """What is wrong with one tensor of a batch."""
 
     count: int
@@ -154,7 +104,7 @@ class _Bad:
     """Positions along the first dimension that hold a bad value."""
 
 
-def _bad_values(tensor: Tensor, *, minus: bool) -> _Bad | None:
+def bad_values(tensor: Tensor, *, minus: bool) -> Bad | None:
     """Find NaN and +inf, or with `minus` -inf where the tensor cannot be a mask; None if there is none."""
     if readable(tensor) is not None or tensor.numel() == 0:
         return None
@@ -170,7 +120,7 @@ def _bad_values(tensor: Tensor, *, minus: bool) -> _Bad | None:
         return None
     flat = int(bad.flatten().to(torch.uint8).argmax())
     value = float(parts.flatten()[int(flags.flatten().to(torch.uint8).argmax())])
-    return _Bad(count, first_index(tensor, bad, flat), value, _rows(tensor, bad))
+    return Bad(count, first_index(tensor, bad, flat), value, _rows(tensor, bad))
 
 
 def _rows(tensor: Tensor, bad: Tensor) -> list[int]:
@@ -182,16 +132,3 @@ def _rows(tensor: Tensor, bad: Tensor) -> list[int]:
         rows = torch.unique(source.coalesce().indices()[0, rows])
     found: list[int] = rows.tolist()
     return found
-
-
-def sample_ids(batch: Any) -> dict[int, Any]:
-    """The user's ids of the records, by position, if the batch carries some."""
-    if not isinstance(batch, Mapping):
-        return {}
-    for field in ID_FIELDS:
-        found = batch.get(field)
-        if isinstance(found, Tensor) and found.dim() == 1:
-            return dict(enumerate(found.tolist()))
-        if isinstance(found, Sequence) and not isinstance(found, str):
-            return dict(enumerate(found))
-    return {}

@@ -42,9 +42,12 @@ class Line:
         return linecache.getline(self.path, self.number).strip()
 
 
-def user_line() -> Line | None:
-    """Return the innermost running line that is neither torch's nor ours; None if there is none."""
-    frame: FrameType | None = sys._getframe(2)
+def user_line(above: int = 2) -> Line | None:
+    """Return the innermost running line that is neither torch's nor ours; None if there is none.
+
+    The search begins so many frames above this one.
+    """
+    frame: FrameType | None = sys._getframe(above)
     while frame is not None:
         code = frame.f_code
         path = code.co_filename
@@ -55,3 +58,16 @@ def user_line() -> Line | None:
             return Line(path, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def raising_line(error: BaseException) -> Line | None:
+    """Return the innermost line of an exception's traceback that is neither torch's nor ours."""
+    found: Line | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        ours = path.startswith(_OURS) and not path.startswith(_DEMO)
+        if not ours and not path.startswith(_FOREIGN):
+            found = Line(path, trace.tb_lineno)
+        trace = trace.tb_next
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.replay import Computed, Replay
 from gradsentinel.diagnosis.trace import is_allocation
 from gradsentinel.inspection import parts_of, readable
+from gradsentinel.records import ID_FIELDS
 from gradsentinel.scene import MicroBatch
 from gradsentinel.snapshot import Snapshot
 from gradsentinel.tree import map_tensors, tensors_in
 
-HALF = (torch.float16, torch.bfloat16)
+NARROW = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4
+)
 
 
 class Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes in float32 whatever the program computes in float16 or bfloat16, autocast or not."""
+    """Computes in float32 whatever the program computes in a narrower dtype, autocast or not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator on wider inputs."""
@@ -63,9 +69,9 @@ class Poison(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _wider(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in HALF:
+    if isinstance(value, Tensor) and value.dtype in NARROW:
         return value.float()
-    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
 def is_finite(computed: Computed) -> bool:
@@ -76,7 +82,7 @@ def is_finite(computed: Computed) -> bool:
 def finite_in_wide(replay: Replay, microbatch: MicroBatch) -> bool | None:
     """Return whether the micro-batch is finite in float32; None if it cannot be computed so."""
     try:
-        with replay.with_parameters(lambda _, p: p.detach().float() if p.dtype in HALF else None):
+        with replay.with_parameters(lambda _, p: p.detach().float() if p.dtype in NARROW else None):
             return is_finite(replay.compute(microbatch, mode=Widen()))  # type: ignore[no-untyped-call]
     except Exception:  # noqa: BLE001 - the user's code in a dtype it was not written for may raise anything
         return None
@@ -97,23 +103,53 @@ def finite_with_weights(replay: Replay, microbatch: MicroBatch, snapshot: Snapsh
         return None
 
 
-def finite_without(replay: Replay, microbatch: MicroBatch, rows: list[int], size: int) -> bool | None:
-    """Return whether the micro-batch is finite when some samples are replaced by another of the batch."""
+def finite_without(
+    replay: Replay, microbatch: MicroBatch, rows: Sequence[int], size: int, field: str | None = None
+) -> bool | None:
+    """Return whether the micro-batch is finite without some samples: see `compute_without`."""
+    computed = compute_without(replay, microbatch, rows, size, field)
+    return None if computed is None else is_finite(computed)
+
+
+def compute_without(
+    replay: Replay, microbatch: MicroBatch, rows: Sequence[int], size: int, field: str | None = None
+) -> Computed | None:
+    """Compute the micro-batch with some samples replaced by another one of it; None if that fails.
+
+    In one field only, if its path is given.
+    """
     others = [row for row in range(size) if row not in rows]
     if not others or not rows:
         return None
+    chosen = {id(tensor) for path, tensor in tensors_in(microbatch.batch) if field in (None, path)}
 
     def replaced(tensor: Tensor) -> Tensor:
         copy = tensor.detach().clone()
-        if copy.dim() and copy.shape[0] == size:
-            copy[rows] = copy[others[0]].clone()
+        if id(tensor) in chosen and copy.dim() and copy.shape[0] == size:
+            copy[list(rows)] = copy[others[0]].clone()
         return copy.requires_grad_(tensor.requires_grad)
 
     try:
-        batch = map_tensors(replaced, microbatch.batch)
+        return replay.compute(microbatch, batch=map_tensors(replaced, microbatch.batch))
+    except Exception:  # noqa: BLE001 - the user's code, run on what it was not run on before; None says so
+        return None
+
+
+def finite_with_batch(replay: Replay, microbatch: MicroBatch, other: Any) -> bool | None:
+    """Return whether another batch is finite with the same weights."""
+    try:
+        batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), other)
         return is_finite(replay.compute(microbatch, batch=batch))
     except Exception:  # noqa: BLE001 - the user's code, run on what it was not run on before; None says so
         return None
+
+
+def finite_compiled(replay: Replay, microbatches: Sequence[MicroBatch]) -> bool:
+    """Return whether the micro-batches are finite when compiled code runs as such; True if it cannot tell."""
+    try:
+        return all(is_finite(replay.compute(microbatch, eager=False)) for microbatch in microbatches)
+    except Exception:  # noqa: BLE001 - the compiler may refuse anything; nothing is said then
+        return True
 
 
 def batch_size(batch: Any) -> int | None:
@@ -126,16 +162,20 @@ def batch_size(batch: Any) -> int | None:
 
 
 def outlier_rows(batch: Any, size: int, factor: float = 1e3) -> dict[str, list[int]]:
-    """Return, by path, the samples whose values are far larger than those of the rest of the batch."""
+    """Return, by path, the samples whose values are far larger than those of the rest of the batch.
+
+    Floating fields first: in whole numbers large ones are often mere names.
+    """
     found = {}
-    for path, tensor in tensors_in(batch):
-        if tensor.dim() == 0 or tensor.shape[0] != size or size < 3 or not tensor.is_floating_point():
+    fields = [(path, t) for path, t in tensors_in(batch) if t.dim() and t.shape[0] == size and size >= 3]
+    for path, tensor in sorted(fields, key=lambda field: not field[1].is_floating_point()):
+        if tensor.dtype is torch.bool or tensor.is_complex() or path.rpartition(".")[2] in ID_FIELDS:
             continue
         peaks = tensor.detach().double().flatten(1 if tensor.dim() > 1 else 0).abs()
-        peaks = peaks.amax(1) if peaks.dim() > 1 else peaks
-        typical = float(peaks.median())
+        peaks = peaks.amax(1) if peaks.dim() > 1 and peaks.numel() else peaks
+        typical = float(peaks.median()) if peaks.numel() else 0.0
         rows = (peaks > factor * max(typical, 1e-12)).nonzero().flatten().tolist()
-        if rows:
+        if rows and len(rows) < size:
             found[path] = rows
     return found
 

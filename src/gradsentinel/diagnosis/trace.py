@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gradsentinel.diagnosis.memory import Badness, Memory, judge
+from gradsentinel.diagnosis.memory import Badness, Memory, bad_mask, judge
 from gradsentinel.diagnosis.record import FROM_BUFFERS, FROM_PARAMETERS, Call, Edge, Event
 from gradsentinel.diagnosis.source import user_line
+from gradsentinel.wording import plain_name
 
 _KEPT_CALLS = 64
 _MAX_COPY = 1 << 20
 """Elements of an argument that is overwritten by its operator: up to here a copy of it is kept."""
+_ROOM = 1 << 28
+"""Bytes that copies of the arguments of bad operators may take."""
 _ALLOCATIONS = ("empty", "new_empty", "resize")
 
 
@@ -47,13 +51,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators = 0
         self.in_backward = False
         self.memory = Memory()
+        self._room = _ROOM
+        self._kept = 0
         self._stack: list[str] = []
         self._names: dict[int, str] = {}
         for prefix, root in modules:
             for path, module in root.named_modules():
-                self._names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
+                name = plain_name(".".join(part for part in (prefix, path) if part))
+                self._names.setdefault(id(module), name)
             for name, buffer in root.named_buffers():
-                self.declare(buffer, f"buffer {name}", FROM_BUFFERS)
+                self.declare(buffer, f"buffer {plain_name(name)}", FROM_BUFFERS)
         for name, parameter in parameters:
             self.declare(parameter, f"parameter {name}", FROM_PARAMETERS)
 
@@ -70,7 +77,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         enter = hooks.register_module_forward_pre_hook(self._enter)
         leave = hooks.register_module_forward_hook(self._leave, always_call=True)
         try:
-            yield
+            with warnings.catch_warnings():
+                # A compiled module says that such hooks hear of it twice: they may.
+                warnings.filterwarnings("ignore", message="Using `torch.compile")
+                yield
         finally:
             enter.remove()
             leave.remove()
@@ -99,7 +109,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for number, (_, (cell, badness)) in enumerate(given)
             if cell is not None and badness
         )
-        masks = [(t, ~torch.isfinite(t)) for t, (_, bad) in given if bad] if edges else []
+        masks = []
+        if torch.Tag.pointwise in func.tags:
+            masks = [(t, bad_mask(t)) for t, (_, bad) in given if bad and t.layout is torch.strided]
         mask_origin = 0
         for tensor, (cell, _) in given:
             mask_origin |= cell.origin if cell is not None and tensor.dtype is torch.bool else 0
@@ -110,7 +122,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = _written_by(func, args)
         allocation = is_allocation(func)
         self._note(
-            func, (kept_args, kept_kwargs), outputs, edges, masks, origins, mask_origin, allocation=allocation
+            func,
+            (kept_args, kept_kwargs),
+            inputs,
+            outputs,
+            edges,
+            masks,
+            origins,
+            mask_origin,
+            allocation=allocation,
         )
         return result
 
@@ -118,6 +138,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         func: Any,
         given: tuple[tuple[Any, ...], dict[str, Any]],
+        inputs: list[Tensor],
         outputs: list[Tensor],
         edges: tuple[Edge, ...],
         masks: list[tuple[Tensor, Tensor]],
@@ -129,22 +150,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node() if self.in_backward else None
         recomputed = node is not None and torch.is_grad_enabled()
         backward = self.in_backward and not recomputed
-        call = Call(self._stack[-1] if self._stack else ("" if not backward else None), user_line())
         sequence = _sequence(node) if backward else torch._C._autograd._get_sequence_nr() - 1
         first = not backward and sequence not in self.calls
         if first:
-            self.calls[sequence] = call
+            self.calls[sequence] = self._on_behalf_of(self._call(backward=False))
         custom = self._custom(func, node if backward else None)
+        if self._is_view(func, inputs, outputs):
+            return
         origin = 0
         for bits in origins:
             origin |= bits
         badness = [judge(output) for output in outputs]
         total = Badness(any(b.nan for b in badness), any(b.inf for b in badness))
-        view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if view or not (total or any(not edge.lawful for edge in edges)):
-            if not view:
-                self._wrote(outputs, origin)
+        if not (total or any(not edge.lawful for edge in edges)):
+            self._wrote(outputs, origin)
             return
+        call = self._call(backward=True) if backward else self._on_behalf_of(self._call(backward=False))
         numbers = [x for x in tree_leaves(given) if isinstance(x, float) and not math.isfinite(x)]
         fresh = bool(total) and _is_fresh(func, outputs, edges, masks, total)
         if numbers and edges and not (total.nan and not any(edge.badness.nan for edge in edges)):
@@ -179,18 +200,48 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             argument_origins=origins,
             mask_origin=mask_origin,
         )
-        if fresh and not lawful and sum(1 for e in self.events if e.args or e.kwargs) < _KEPT_CALLS:
-            event.args, event.kwargs = given
-        if fresh and not lawful:
+        # An infinity of a mask that is still there after a reduction may be a row that is masked as a whole.
+        survived = lawful and bool(edges) and torch.Tag.pointwise not in func.tags
+        if total and ((fresh and not lawful) or survived):
+            if self._kept < _KEPT_CALLS:
+                self._kept += 1
+                event.args, event.kwargs = self._as_given(func, given)
             event.results = tuple(o for o, b in zip(outputs, badness, strict=True) if b)
         self.events.append(event)
         for output, bad in zip(outputs, badness, strict=True):
             self._wrote([output], origin, event if bad else None)
 
+    def _call(self, *, backward: bool) -> Call:
+        return Call(self._stack[-1] if self._stack else (None if backward else ""), user_line(3))
+
+    def _on_behalf_of(self, call: Call) -> Call:
+        """Return the call of the forward operator whose derivative a loss takes by `torch.autograd.grad`."""
+        running = torch._C._current_autograd_node()
+        if self.in_backward or running is None:
+            return call
+        return self.calls.get(_sequence(running), call)
+
+    def _is_view(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+        """Tell a view by its memory: `to` and `reshape` say in their schema that they may be one."""
+        returns = func._schema.returns
+        if not any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            return False
+        given = {id(self.memory.known(tensor)) for tensor in inputs}
+        return all(id(self.memory.known(output)) in given for output in outputs)
+
+    def _as_given(self, func: Any, given: Any) -> Any:
+        """Copy what the program may write to later, as far as there is room: exp(x) keeps no x of its own."""
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if func._schema.is_mutable or size > self._room:  # what it writes to was copied before
+            return given
+        self._room -= size
+        return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
+
     def _custom(self, func: Any, node: Any) -> str | None:
         name: str | None = None
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            name = str(node.name())  # type: ignore[attr-defined]
+        if is_own_function(node):
+            name = str(node.name())
         elif func.namespace not in ("aten", "prims", "prim", "c10d", "_c10d_functional"):
             name = func.namespace
         if name is not None:
@@ -224,7 +275,7 @@ def _is_fresh(
         return True
     if torch.Tag.pointwise not in func.tags or len(outputs) != 1:
         return False
-    unexplained = ~torch.isfinite(outputs[0])
+    unexplained = bad_mask(outputs[0])
     for _, mask in masks:
         try:
             unexplained &= ~mask.expand(unexplained.shape)
@@ -239,10 +290,11 @@ def _before_overwriting(
     """Return the arguments as they will still be after the operator has run."""
     if not func._schema.is_mutable:
         return args, kwargs
-    copy: Callable[[Any], Any] = lambda x: (  # noqa: E731 - one line, used twice
+    copy: Callable[[Any], Any] = lambda x: (  # noqa: E731 - needed as a function
         x.detach().clone() if isinstance(x, Tensor) and x.numel() <= _MAX_COPY else x
     )
-    return tuple(copy(a) for a in args), {name: copy(value) for name, value in kwargs.items()}
+    kept: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(copy, (tuple(args), kwargs))
+    return kept
 
 
 def _written_by(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
@@ -256,6 +308,14 @@ def _sequence(node: Any) -> int:
     return -1 if node is None or node.name().endswith("AccumulateGrad") else int(node._sequence_nr())
 
 
+def is_own_function(node: Any) -> bool:
+    """Return True for the node of an autograd.Function of the user's own; checkpointing has torch's."""
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    written = getattr(type(node), "_forward_cls", type(node)).__module__
+    return not written.startswith("torch.")
+
+
 def names_of(loss: Tensor) -> Mapping[int, tuple[str, bool]]:
     """Return the autograd nodes behind a loss by number: name, and whether it is a user's Function."""
     found: dict[int, tuple[str, bool]] = {}
@@ -266,7 +326,6 @@ def names_of(loss: Tensor) -> Mapping[int, tuple[str, bool]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        found[_sequence(node)] = (node.name(), custom)
+        found[_sequence(node)] = (node.name(), is_own_function(node))
         waiting += [parent for parent, _ in node.next_functions]
     return found

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradsentinel.decision import Kind
+from gradsentinel.diagnosis.comparison import Comparison, Gradients, add_up
 from gradsentinel.diagnosis.memory import judge
+from gradsentinel.diagnosis.remedy import for_device
 from gradsentinel.diagnosis.replay import Computed
 from gradsentinel.evidence import Diagnosis
-from gradsentinel.incident import fold
-from gradsentinel.inspection import local
+from gradsentinel.incident import Incident, fold
 from gradsentinel.run import Run
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAME_LOSS = 1e-4
+FINITE = (Kind.MAGNITUDE, Kind.SPIKE)
+_ORDINARY = 2.0**16
+"""Arithmetic that doubles, halves or unscales a gradient stays below that; flipped exponent bits do not."""
+_LOOK_BACK = 8
+"""Earlier incidents that are looked at: what comes back at the same place is no accident."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Again:
     """The step run twice more, both times finite."""
 
-    computed: Sequence[Computed]
-    """One per micro-batch."""
+    computed: Mapping[int, Computed]
+    """By number of micro-batch."""
+    complete: bool
+    """True if there was time to compute every micro-batch twice."""
     deterministic: bool
     """True if both runs agree bit for bit."""
     custom: frozenset[str]
@@ -37,44 +44,66 @@ class Again:
     """Gradients of the run that something wrote to in place after the backward pass."""
     hooked: bool
     """True if the user's own hooks on accumulated gradients took part, which a replay leaves out."""
+    compiled: bool | None
+    """None if nothing is compiled; else whether the compiled code, run again, was finite, too."""
     found: Mapping[str, Tensor]
     """The gradients of the run itself."""
     scale: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How the run's gradients differ from those of the replay."""
-
-    elements: int
-    total: int
-    name: str
-    index: int
-    """Flat position of the first element that differs."""
-    bit: int | None
-    """Number of the flipped bit, if one element differs in exactly one."""
-    was: float
-    should: float
+    comparison: Comparison
 
 
 _CLEAN = "run again from the same batch, weights and random state, the step is finite"
+_CLEAN_LATE = "run again from the same batch and random state, with the weights of now, the step is finite"
+_LIKE_THE_LOOP = (
+    "let forward= compute exactly what the loop computes: the same inputs (augmentation and noise inside "
+    "of it), train or eval mode, autocast, and every term of the loss"
+)
 
 
-def judge_again(again: Again, run: Run, *, reduced: bool) -> Diagnosis:
-    """Return the diagnosis of a fault that does not come back; hardware only if nothing else explains it."""
-    return (
+def judge_again(again: Again, incident: Incident, run: Run) -> Diagnosis:
+    """Return the diagnosis of a fault that does not come back.
+
+    Hardware only if nothing else explains it and the replay has shown, by finite parts of the step that it
+    repeats bit for bit, that it computes what the loop computed.
+    """
+    found = (
         _added_up(again)
-        or _software(again, run)
-        or _in_one_bit(again, run, reduced=reduced)
-        or _rest(again, run, reduced=reduced)
+        or _unwritten(again)
+        or _in_one_bit(again, run)
+        or _by_other_code(again)
+        or _not_shown(again, incident)
     )
+    if found is not None:
+        if run.late_step is None:
+            return found
+        said = tuple(_CLEAN_LATE if text == _CLEAN else text for text in found.evidence)
+        return replace(found, evidence=said)
+    fact = (
+        "two runs agree bit for bit, only standard operators took part, and what is finite of the step is "
+        f"the same again ({_in_common(again.comparison)}): the device is suspect"
+    )
+    sure = 0.6 if again.comparison.gradients is not None else 0.5
+    return _answer("hardware", sure, fact, remedy=for_device(run)[0])
+
+
+def comes_back(again: Again, incident: Incident) -> bool:
+    """Return True if a step that is finite and far too large is the same when it is run again."""
+    gradients = again.comparison.gradients
+    if incident.kind not in FINITE or again.comparison.against:
+        return False
+    return gradients is None or (not gradients.odd and gradients.alike > 0)
+
+
+# -- software --------------------------------------------------------------------------------------
 
 
 def _added_up(again: Again) -> Diagnosis | None:
     """Micro-batches that are finite one by one, and whose sum is not."""
-    total = _total(again)
+    if len(again.computed) < 2:
+        return None
+    total = add_up(list(again.computed.values()), again.scale)
     name = next((name for name, gradient in total.items() if judge(gradient)), None)
-    if name is None or len(again.computed) < 2:
+    if name is None:
         return None
     dtype = str(total[name].dtype).removeprefix("torch.")
     fact = f"the gradient of {name} is finite for each micro-batch, the sum of all exceeds {dtype}"
@@ -86,105 +115,54 @@ def _added_up(again: Again) -> Diagnosis | None:
     )
 
 
-def _software(again: Again, run: Run) -> Diagnosis | None:
+def _unwritten(again: Again) -> Diagnosis | None:
+    if not again.unwritten:
+        return None
     custom = ", ".join(sorted(again.custom))
-    if again.unwritten:
-        by = f" (custom operators: {custom})" if custom else ""
-        fact = (
-            f"memory that is read before it is written gets into the result, and changes from run to run{by}"
-        )
-        return _answer("operator", 0.85, fact, remedy="allocate with zeros instead of empty, or write it all")
-    lost = _other_loss(again, run)
-    if lost:
-        return _answer("unknown", 0.2, lost, remedy="let forward= compute exactly what the loop computes")
-    if again.custom:
-        fact = (
-            f"custom operators took part ({custom}): a race in them explains it as well as a failing device"
-        )
-        return _answer(
-            "operator", 0.5, fact, remedy=f"look for a race in {custom}, or use standard operators"
-        )
-    if not again.deterministic:
+    by = f" (custom operators: {custom})" if custom else ""
+    fact = f"memory that is read before it is written gets into the result, and changes from run to run{by}"
+    return _answer("operator", 0.85, fact, remedy="allocate with zeros instead of empty, or write it all")
+
+
+def _by_other_code(again: Again) -> Diagnosis | None:
+    """Return what a difference between the loop and the replay explains; the replay is no witness then."""
+    if again.compiled is False:
+        fact = "the compiled code, run again, is not finite, and the same code run eagerly is: the compiler"
+        fix = "leave what torch.compile got wrong out of it (torch.compiler.disable), and report it"
+        return _answer("operator", 0.9, fact, remedy=fix)
+    if again.comparison.against:
+        return _answer("unknown", 0.2, again.comparison.against, remedy=_LIKE_THE_LOOP)
+    if again.complete and again.written:
+        return _outside(again, again.comparison.gradients)
+    return _unsettled(again)
+
+
+def _unsettled(again: Again) -> Diagnosis | None:
+    """Return why two runs of this step prove nothing."""
+    if not again.complete:
+        fact = "diagnosis_budget was used up before all of the step was run again"
+        return _answer("unknown", 0.1, fact, remedy="raise diagnosis_budget")
+    if again.hooked:
+        fact = "hooks on accumulated gradients took part, a replay leaves them out"
+        return _answer("unknown", 0.3, fact, remedy="look at what these hooks do to the gradients")
+    if not again.deterministic and not again.custom:
         fact = "two runs on the same inputs differ: the step is not deterministic"
         return _answer("unknown", 0.3, fact, remedy="torch.use_deterministic_algorithms(True) tells more")
     return None
 
 
-def _in_one_bit(again: Again, run: Run, *, reduced: bool) -> Diagnosis | None:
-    difference = None if reduced else _difference(again)
-    if difference is None or difference.bit is None:
-        return None
-    fact = (
-        f"the gradient of {difference.name} differs in one bit: element {difference.index}, "
-        f"bit {difference.bit}, {difference.was:g} instead of {difference.should:g}"
-    )
-    return _answer("hardware", 0.95, fact, remedy=_move_off(run))
-
-
-def _rest(again: Again, run: Run, *, reduced: bool) -> Diagnosis:
-    if again.hooked:
-        fact = "hooks on accumulated gradients took part, a replay leaves them out"
-        return _answer("unknown", 0.3, fact, remedy="look at what these hooks do to the gradients")
-    if again.written:
-        return _outside(again, None if reduced else _difference(again))
-    fact = "two runs agree bit for bit and only standard operators took part: the device is suspect"
-    return _answer("hardware", 0.6, fact, remedy=_move_off(run))
-
-
-def _move_off(run: Run) -> str:
-    device = f"{run.rank.device} of {run.rank.host}, rank {run.rank.rank}"
-    return f"test {device}, and move off it if this comes back; the batch is innocent"
-
-
-def reproduces(again: Again) -> bool:
-    """Return True if the replay gives the run's gradients, bit for bit."""
-    total = _total(again)
-    return bool(total) and all(_same(total[n], g) for n, g in again.found.items() if n in total)
-
-
-def _difference(again: Again) -> Difference | None:
-    """Compare the gradients, element by element; None if they are not comparable."""
-    total = _total(again)
-    count = elements = 0
-    first: tuple[str, int, Tensor, Tensor] | None = None
-    for name, run in again.found.items():
-        if name not in total or local(run).layout is not torch.strided:
-            continue
-        mine, theirs = local(run).detach().flatten(), total[name].flatten()
-        if mine.dtype != theirs.dtype or mine.shape != theirs.shape or mine.is_complex():
-            return None
-        bits = _BITS[mine.element_size()]
-        unequal = (mine.contiguous().view(bits) != theirs.contiguous().view(bits)) & ~(mine == theirs)
-        differing = int(unequal.sum())
-        elements += mine.numel()
-        count += differing
-        if differing and first is None:
-            first = (name, int(unequal.to(torch.uint8).argmax()), mine, theirs)
-    if first is None or count > elements // 2:
-        return None
-    name, index, mine, theirs = first
-    kind = _BITS[mine.element_size()]
-    pair = [int(t[index : index + 1].view(kind)) for t in (mine, theirs)]
-    changed = (pair[0] ^ pair[1]) & ((1 << (8 * mine.element_size())) - 1)
-    single = count == 1 and changed & (changed - 1) == 0
-    bit = changed.bit_length() - 1 if single else None
-    return Difference(count, elements, name, index, bit, float(mine[index]), float(theirs[index]))
-
-
-def _outside(again: Again, difference: Difference | None) -> Diagnosis:
+def _outside(again: Again, gradients: Gradients | None) -> Diagnosis:
     """Something between backward and step wrote to gradients; no replay runs it."""
     names = fold(list(again.written))
     fact = f"after the backward pass something wrote in place to the gradient of {names}"
-    if difference is not None:
-        more = f" and {difference.elements - 1} more" if difference.elements > 1 else ""
-        fact += (
-            f"; element {difference.index} of {difference.name}{more} differs: "
-            f"{difference.was:g} instead of {difference.should:g}"
-        )
+    name, was = again.written[0], 0.0
+    first = None if gradients is None or 2 * gradients.odd > gradients.total else gradients.first
+    if first is not None:
+        name, was = first.name, first.was
+        fact += f"; {first}"
     where = "code between backward and step that changes gradients (accumulation, scaling, clipping, a hook)"
-    name = again.written[0] if difference is None else difference.name
     dtype = again.found[name].dtype
-    if difference is not None and dtype in (torch.float16, torch.bfloat16) and math.isinf(difference.was):
+    if dtype in (torch.float16, torch.bfloat16) and math.isinf(was):
         narrow = str(dtype).removeprefix("torch.")
         return _answer(
             "precision", 0.5, fact, f"Inf and not NaN in {narrow}: a sum that overflowed",
@@ -193,34 +171,105 @@ def _outside(again: Again, difference: Difference | None) -> Diagnosis:
     return _answer("unknown", 0.4, fact, remedy=f"look at {where}", phase="reduce")
 
 
-def _other_loss(again: Again, run: Run) -> str:
-    """Say so if the replay computes another loss than the loop did."""
-    before = run.last_loss
-    if before is None or not math.isfinite(before):
-        return ""
-    now = sum(float(c.loss) for c in again.computed) / len(again.computed)
-    if abs(now - before) <= _SAME_LOSS * max(abs(before), abs(now), 1e-12):
-        return ""
-    return f"the replay's loss is {now:g}, the loop's was {before:g}: forward= is not what the loop computes"
+# -- hardware, or not ------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _total(again: Again) -> dict[str, Tensor]:
-    """Add up the micro-batches' gradients as the run did, and unscale them as it did."""
-    total: dict[str, Tensor] = {}
-    for computed in again.computed:
-        for name, gradient in computed.gradients.items():
-            if gradient.layout is torch.strided:
-                total[name] = total[name] + gradient if name in total else gradient.detach().clone()
-    if again.scale is not None:
-        inverse = again.scale.double().reciprocal().float()
-        total = {name: gradient * inverse.to(gradient.device) for name, gradient in total.items()}
-    return total
+def _in_one_bit(again: Again, run: Run) -> Diagnosis | None:
+    gradients = again.comparison.gradients
+    first, bit = (None, None) if gradients is None else (gradients.first, gradients.bit)
+    if gradients is None or first is None or bit is None or not gradients.alike or again.comparison.against:
+        return None
+    ratio = abs(first.was / first.should) if first.should else math.inf
+    if again.written and 1 / _ORDINARY < ratio < _ORDINARY:
+        return None  # doubling or negating changes one bit, too
+    fact = (
+        f"the gradient of {first.name} differs in one bit: element {first.index}, "
+        f"bit {bit}, {first.was:g} instead of {first.should:g}"
+    )
+    return _answer("hardware", 0.95, fact, remedy=for_device(run)[0])
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    one, other = local(one), local(other)
-    return one.layout is not torch.strided or torch.equal(one, other)
+def _not_shown(again: Again, incident: Incident) -> Diagnosis | None:
+    """Return an honest "unknown" as long as it is not shown that the replay computes what the loop did."""
+    comparison = again.comparison
+    gradients = comparison.gradients
+    custom = ", ".join(sorted(again.custom))
+    if custom and (comparison.losses or (gradients is not None and gradients.alike)):
+        fact = f"custom operators took part ({custom}): a race in them explains it, or a failing device"
+        fix = f"look for a race in {custom}, or use standard operators"
+        return _answer("operator", 0.5, fact, remedy=fix)
+    if again.compiled is not None:
+        fact = "the loop ran compiled code, the replay ran it eagerly: the compiler explains it, too"
+        return _answer("unknown", 0.3, fact, remedy="run the step without torch.compile to tell")
+    doubt = _doubt(comparison, incident)
+    if doubt:
+        return _answer("unknown", 0.2, doubt, remedy=_LIKE_THE_LOOP)
+    return None
+
+
+def _doubt(comparison: Comparison, incident: Incident) -> str:
+    """Return why the replay has not shown that it computes what the loop computed; empty if it has."""
+    gradients = comparison.gradients
+    if gradients is None:
+        return "" if comparison.losses and comparison.finite_loss else _NOTHING_FINITE
+    if incident.kind in FINITE:
+        huge = any(one.in_part and one.growth > _ORDINARY for one in gradients.each)
+        return "" if comparison.losses and huge else f"{gradients.first}, of the same loss"
+    if not gradients.odd:
+        return _ONLY_THE_LOSS
+    if not comparison.losses and not gradients.alike:
+        return _NOTHING_FINITE
+    if gradients.other is not None:
+        return f"the gradients differ as no fault at one place makes them ({gradients.other}): {_OTHER_LOOP}"
+    return "" if gradients.in_part else _NOWHERE_IN_PART
+
+
+_OTHER_LOOP = (
+    "forward= is not what the loop computes, or something replaces gradients after the backward pass"
+)
+_ONLY_THE_LOSS = (
+    "the gradients are those of the replay, bit for bit, and only the loss differs: the loop adds a term to "
+    "the loss that forward= lacks"
+)
+_NOWHERE_IN_PART = (
+    "no gradient is damaged in part only; finite elements beside the bad ones would have to show that "
+    "forward= computes what the loop does"
+)
+_NOTHING_FINITE = (
+    "nothing finite is left of the step's loss and gradients that would show that forward= computes what "
+    "the loop computes"
+)
+
+
+def came_back(incident: Incident, earlier: Sequence[Incident]) -> bool:
+    """Return True if an earlier step was fine when run again, too, and bad in the same parameters."""
+    mine = {tensor.name for tensor in incident.tensors}
+    for other in list(earlier)[-_LOOK_BACK - 1 :]:
+        known = other.diagnosis
+        if other is incident or known is None or _CLEAN not in known.evidence:
+            continue
+        if mine == {tensor.name for tensor in other.tensors}:
+            return True
+    return False
+
+
+def less_sure(diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of what comes back at the same place: no accident."""
+    fact = "it came back in the same parameters: a device does not fail so regularly"
+    before = (text for text in diagnosis.evidence if text != _CLEAN)
+    return _answer("unknown", 0.3, fact, *before, remedy=_LIKE_THE_LOOP)
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _in_common(comparison: Comparison) -> str:
+    said = []
+    if comparison.losses:
+        said.append("the loss" if comparison.losses == 1 else f"{comparison.losses} losses")
+    if comparison.gradients is not None and comparison.gradients.alike:
+        said.append(f"{comparison.gradients.alike} elements of the gradients")
+    return " and ".join(said)
 
 
 def _answer(
@@ -230,9 +279,12 @@ def _answer(
         cause=cause,
         confidence=confidence,
         phase=phase,
-        evidence=(_CLEAN, *facts),
+        evidence=(facts[0], _CLEAN, *facts[1:]),
         remedy=(remedy,) if remedy else (),
     )
+
+
+# -- what a run shows ------------------------------------------------------------------------------
 
 
 def alike(one: Computed, other: Computed) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from gradsentinel.diagnosis.findings import Findings
+from gradsentinel.diagnosis.findings import Findings, custom_of
 from gradsentinel.diagnosis.operands import bad_index, equation, place
 from gradsentinel.diagnosis.record import Call, Event
+from gradsentinel.diagnosis.replay import Computed
 from gradsentinel.diagnosis.rules import RULES, sample_name
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import Path, call_of
@@ -33,10 +34,13 @@ def decide(found: Findings) -> Diagnosis:
     )
 
 
-def came_in(trace: Trace, path: Path) -> Diagnosis:
+def came_in(trace: Trace, path: Path, computed: Computed) -> Diagnosis:
     """Return the diagnosis of a bad value that no operator of the step made."""
     leaf = path.leaves[0].leaf if path.leaves else ""
     event = path.reader
+    custom = None if event is None else custom_of(event, computed)
+    if leaf == "constant" and event is not None and (custom is not None or event.backward):
+        return _put_in(trace, event, custom)
     call = Call(None, None) if event is None else call_of(trace, event)
     if leaf.startswith("batch"):
         cause, confidence, fix = "data", 0.9, "repair or filter the records that hold it"
@@ -58,6 +62,24 @@ def came_in(trace: Trace, path: Path) -> Diagnosis:
         source=None if call.line is None else str(call.line),
         evidence=(fact, where) if where else (fact,),
         remedy=(fix,),
+    )
+
+
+def _put_in(trace: Trace, event: Event, custom: str | None) -> Diagnosis:
+    """The user's own operator, or a hook in the backward pass, writes a number that is not finite."""
+    call = call_of(trace, event)
+    who = f"custom operator {custom}" if custom is not None else "a hook of the backward pass"
+    fact = f"{who} puts a number into its result that is not finite, and that no operator of the step made"
+    return Diagnosis(
+        cause="operator",
+        confidence=0.8 if custom is not None else 0.5,
+        phase="backward" if event.backward else "forward",
+        module=call.module,
+        op=event.op,
+        node=event.node,
+        source=None if call.line is None else str(call.line),
+        evidence=(fact,),
+        remedy=(f"check {custom or 'the hooks on tensors and modules'}, or do without meanwhile",),
     )
 
 
@@ -104,8 +126,11 @@ def _circumstances(found: Findings) -> list[str]:
         said.append(f"with {who} replaced by another one the step is finite")
     if found.finite_in_wide is False and found.half is not None:
         said.append("computed in float32 it is not finite either")
-    if found.healthy_others:
-        said.append(f"the other {found.healthy_others} micro-batch(es) of the step are finite")
+    if found.finite_others:
+        said.append(f"the other {len(found.finite_others)} micro-batch(es) of the step are finite")
+    if found.finite_with_healthy is not None:
+        how = "finite" if found.finite_with_healthy else "not finite either"
+        said.append(f"with the same weights the batch of the last healthy step is {how}")
     if len(found.path.origins) > 1:
         more = dict.fromkeys(_operator(event) for event in found.path.origins[1:])
         said.append(f"further origins: {fold(list(more))}")

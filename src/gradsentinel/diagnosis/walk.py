@@ -104,6 +104,7 @@ def walk(trace: Trace, computed: Computed) -> Path | None:
     if not search.origins and not search.leaves:  # an infinity on purpose that was not masked after all
         search = _Search(trace.events, lawful=True)
         search.run(starts)
+        _prefer_survivor(trace.events, search)
     origins = tuple(search.origins[index] for index in sorted(search.origins))
     hidden = _forward_of(trace, origins[0]) if origins else None
     if hidden is not None:
@@ -124,6 +125,22 @@ def walk(trace: Trace, computed: Computed) -> Path | None:
         hiding = (e for e in trace.events if not e.badness and not e.backward)
         path.absorbers = tuple(event for event in hiding if event.index in touched)
     return path
+
+
+def _prefer_survivor(events: list[Event], search: _Search) -> None:
+    """Blame the first reduction that could not get rid of a mask's infinities, not the mask."""
+    reached = (events[index] for index in sorted(search.parents))
+    kept = next((e for e in reached if e.lawful and e.edges and e.results and not e.backward), None)
+    if kept is not None:
+        search.origins = {kept.index: kept}
+
+
+def origins_of(trace: Trace, tensors: Iterable[Tensor]) -> tuple[Event, ...]:
+    """Return the operators that began what is bad in these tensors, the first one first."""
+    cells = [trace.memory.known(tensor) for tensor in tensors]
+    search = _Search(trace.events)
+    search.run(cell.writer for cell in cells if cell is not None and cell.writer is not None)
+    return tuple(search.origins[index] for index in sorted(search.origins))
 
 
 def _forward_of(trace: Trace, origin: Event) -> Event | None:

@@ -1,0 +1,11 @@
+"""The `gradsentinel` command.
+
+Exit codes: 0 all went well; 1 the doctor found something essential broken, the demo failed, a replay did
+not show the fault again, or a fix does not hold; 2 the command or a path cannot be used, or nothing could be
+tried.
+"""
+
+from gradsentinel.cli import commands, parameters, replaying, verifying
+from gradsentinel.cli.application import app, main
+
+__all__ = ["app", "commands", "main", "parameters", "replaying", "verifying"]

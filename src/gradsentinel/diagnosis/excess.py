@@ -1,0 +1,101 @@
+"""A gradient that is finite, far too large, and the same again: data, or a state that was hit?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradsentinel.diagnosis import swap
+from gradsentinel.diagnosis.fingerprint import what_is_different
+from gradsentinel.diagnosis.lone_weight import LoneWeight, find_lone_weight
+from gradsentinel.diagnosis.remedy import for_device, for_records
+from gradsentinel.diagnosis.replay import Computed, Replay
+from gradsentinel.evidence import Diagnosis, Sample
+from gradsentinel.incident import fold
+from gradsentinel.records import sample_ids
+from gradsentinel.run import Run
+from gradsentinel.scene import MicroBatch
+
+_CURED = 8.0
+"""So many times smaller without some samples, and they are to blame."""
+_SAME = "run again the step gives the same values, bit for bit: no device failed in it"
+
+
+def explain_excess(
+    replay: Replay,
+    microbatches: Sequence[MicroBatch],
+    computed: Sequence[Computed],
+    time_left: Callable[[], bool],
+) -> tuple[Diagnosis, int | None, tuple[Sample, ...]]:
+    """Return the diagnosis, the micro-batch and the samples; call it inside `Replay.sheltered`.
+
+    Args:
+        replay: of the step.
+        microbatches: of the step, in the order of `computed`.
+        computed: what they came to; all finite.
+        time_left: whether there is time for one more run.
+    """
+    run = replay.run
+    lone = find_lone_weight(run)
+    if lone is not None:
+        return by_lone_weight(lone, run, (_SAME,)), None, ()
+    worst = max(range(len(computed)), key=lambda number: _norm(computed[number]))
+    guilty, before = microbatches[worst], _norm(computed[worst])
+    healthy = [m.batch for m in run.scene.healthy]
+    text = what_is_different(guilty.batch, healthy)
+    facts = (_SAME, text) if text else (_SAME,)
+    size = swap.batch_size(guilty.batch)
+    outliers = {} if size is None else swap.outlier_rows(guilty.batch, size)
+    for path, rows in outliers.items():
+        if size is None or not time_left():
+            break
+        after = swap.compute_without(replay, guilty, rows, size, path)
+        if after is None or _norm(after) * _CURED > before:
+            continue
+        ids = sample_ids(guilty.batch)
+        who = fold([f"sample {row}" + (f" (id {ids[row]})" if row in ids else "") for row in rows])
+        cure = f"without it the gradient norm is {_norm(after):.4g} instead of {before:.4g}"
+        fact = f"{path or 'the batch'}: {who} is over 1000 times larger than the others; {cure}"
+        diagnosis = Diagnosis(
+            cause="data",
+            confidence=0.7,
+            phase="input",
+            evidence=(fact, *facts),
+            remedy=for_records(rows, ids),
+        )
+        samples = tuple(Sample(position=row, id=ids.get(row), field=path) for row in rows)
+        return diagnosis, guilty.index, samples
+    return Diagnosis(cause="unknown", confidence=0.0, phase="backward", evidence=facts), None, ()
+
+
+def by_lone_weight(lone: LoneWeight, run: Run, facts: tuple[str, ...] = ()) -> Diagnosis:
+    """Return what a single weight that is far from all others means.
+
+    Hardware only if a known-good state shows that it alone has jumped.
+    """
+    if lone.alone:
+        why = "no optimizer moves one weight so far and leaves its neighbours alone: a bit of it was flipped"
+        cause, confidence = "hardware", 0.7
+    else:
+        why = "a flipped bit leaves a weight like that, and so does somebody who writes to it"
+        cause, confidence = "unknown", 0.4
+    back = "roll back to before it jumped: dropping steps leaves it as it is"
+    return Diagnosis(
+        cause=cause,
+        confidence=confidence,
+        phase="forward",
+        module=lone.name.rpartition(".")[0],
+        evidence=(str(lone), why, *facts),
+        remedy=(back, *for_device(run)),
+    )
+
+
+def _norm(computed: Computed) -> float:
+    norms = [
+        torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+        for gradient in computed.gradients.values()
+        if gradient.layout is torch.strided and not gradient.is_complex()
+    ]
+    return math.hypot(*(float(norm) for norm in norms))

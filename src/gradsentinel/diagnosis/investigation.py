@@ -1,0 +1,309 @@
+"""One rank finds out what its micro-batches of a bad step came to: replay, trace, swap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradsentinel.decision import Kind
+from gradsentinel.diagnosis import swap
+from gradsentinel.diagnosis.comparison import compare, in_order
+from gradsentinel.diagnosis.excess import explain_excess
+from gradsentinel.diagnosis.findings import Findings
+from gradsentinel.diagnosis.fingerprint import what_is_different
+from gradsentinel.diagnosis.operands import finite_again
+from gradsentinel.diagnosis.progress import Progress
+from gradsentinel.diagnosis.replay import Computed, Replay, is_compiled
+from gradsentinel.diagnosis.trace import Trace
+from gradsentinel.diagnosis.transient import (
+    Again,
+    alike,
+    came_back,
+    comes_back,
+    is_hooked,
+    judge_again,
+    less_sure,
+    written_after,
+)
+from gradsentinel.diagnosis.verdict import came_in, decide
+from gradsentinel.diagnosis.walk import Path, walk
+from gradsentinel.evidence import Diagnosis, Sample
+from gradsentinel.host import gradient_of
+from gradsentinel.incident import Incident
+from gradsentinel.inspection import parts_of
+from gradsentinel.records import sample_ids
+from gradsentinel.run import Run
+from gradsentinel.scene import MicroBatch
+from gradsentinel.tree import tensors_in
+
+_SURE = 0.9
+_SWAPS = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What one rank found out; what travels to the others."""
+
+    diagnosis: Diagnosis | None = None
+    notes: tuple[str, ...] = ()
+    microbatch: int | None = None
+    samples: tuple[Sample, ...] = ()
+
+
+class Investigation:
+    """Runs the micro-batches of a step again, within the time allowed, and says what they showed.
+
+    Args:
+        incident: what it is about.
+        run: the run; `replay.reason_against` must be None.
+        progress: hears of every stage.
+    """
+
+    def __init__(self, incident: Incident, run: Run, progress: Progress) -> None:
+        self.findings: Findings | None = None
+        """Of a step that was traced to an operator."""
+        self._incident = incident
+        self._run = run
+        self._progress = progress
+        self._deadline = time.monotonic() + run.diagnosis_budget
+        self._replay = Replay(run)
+        self._computed: list[Computed] = []
+        """As far as computed, in the order of `_microbatches`."""
+        suspect = incident.microbatch
+        self._microbatches = sorted(self._replay.microbatches, key=lambda m: m.index != suspect)
+
+    def report(self) -> Report:
+        """Find out; leaves the run as it is."""
+        self._progress.expect(len(self._microbatches) + _SWAPS)
+        if self._run.known_good is not None:
+            self._run.known_good.settle()
+        found = {n: g for n, p in self._run.host.named_parameters() if (g := gradient_of(p)) is not None}
+        with self._replay.sheltered():
+            try:
+                guilty = self._find_guilty()
+            except Exception as error:  # noqa: BLE001 - the user's own code: it may not like to run twice
+                what = f"the step could not be run again: {type(error).__name__}: {error}"
+                return Report(notes=(what,))
+            if guilty is None:
+                return self._clean(found)
+            self._progress.stage("watching every operator")
+            trace = self._trace()
+            traced = self._replay.compute(guilty, mode=trace)
+            path = walk(trace, traced)
+            if path is None:
+                return self._clean(found, flaky=True)
+            if path.origin is None:
+                return self._came_in(trace, path, traced, guilty)
+            findings = Findings.of(self._run, guilty, trace, traced, path)
+            self._swap(findings)
+        self.findings = findings
+        return self._decided(findings)
+
+    # -- the guilty micro-batch ----------------------------------------------------------------------
+
+    def _find_guilty(self) -> MicroBatch | None:
+        for number, microbatch in enumerate(self._microbatches):
+            if number and not self._time_left():
+                return None
+            self._progress.stage(f"running micro-batch {microbatch.index} again")
+            self._computed.append(self._replay.compute(microbatch))
+            if not swap.is_finite(self._computed[-1]):
+                return microbatch
+        return None
+
+    def _time_left(self) -> bool:
+        """True if one more run, as long as the longest so far, fits into the budget."""
+        return time.monotonic() + self._replay.slowest <= self._deadline
+
+    def _trace(self) -> Trace:
+        return Trace(self._run.host.modules(), self._run.host.named_parameters())
+
+    def _came_in(self, trace: Trace, path: Path, traced: Computed, guilty: MicroBatch) -> Report:
+        diagnosis = came_in(trace, path, traced)
+        if diagnosis.cause == "data" and guilty.written:
+            return Report(diagnosis=_spoilt(diagnosis), microbatch=guilty.index)
+        if diagnosis.cause == "data":
+            diagnosis = self._with_fingerprint(diagnosis, guilty, ())
+        return Report(diagnosis=diagnosis, microbatch=guilty.index, samples=_samples_of(path, guilty))
+
+    def _decided(self, findings: Findings) -> Report:
+        diagnosis = decide(findings)
+        if diagnosis.cause == "data":
+            diagnosis = self._with_fingerprint(diagnosis, findings.microbatch, findings.finite_others)
+        several = len(self._microbatches) > 1
+        known = self._incident.microbatch
+        return Report(
+            diagnosis=diagnosis,
+            microbatch=findings.microbatch.index if several or known is None else known,
+            samples=_samples(findings, diagnosis),
+        )
+
+    def _with_fingerprint(
+        self, diagnosis: Diagnosis, guilty: MicroBatch, others: Sequence[MicroBatch]
+    ) -> Diagnosis:
+        """Say how the batch differs from the healthy ones."""
+        healthy = [m.batch for m in (*self._run.scene.healthy, *others)]
+        text = what_is_different(guilty.batch, healthy)
+        return replace(diagnosis, evidence=(*diagnosis.evidence, text)) if text else diagnosis
+
+    # -- one thing at a time ---------------------------------------------------------------------------
+
+    def _swap(self, findings: Findings) -> None:
+        """Change one thing at a time, as long as it can change the verdict and there is time."""
+        size, microbatch, replay = findings.size, findings.microbatch, self._replay
+        findings.finite_others = self._finite_others(microbatch)
+        _run_operator(findings)
+        if findings.half is not None and self._time_left():
+            self._progress.stage("computing in float32")
+            findings.finite_in_wide = swap.finite_in_wide(replay, microbatch)
+        good = self._run.known_good
+        if good is not None and findings.origin.badness.inf and self._time_left():
+            self._progress.stage(f"with the weights of step {good.step}")
+            findings.finite_with_known_good = swap.finite_with_weights(replay, microbatch, good)
+        healthy = self._run.scene.healthy
+        if healthy and not findings.finite_others and self._time_left():
+            self._progress.stage("with the batch of the last healthy step")
+            findings.finite_with_healthy = swap.finite_with_batch(replay, microbatch, healthy[0].batch)
+        if size is None:
+            return
+        outliers = swap.outlier_rows(microbatch.batch, size)
+        rows = sorted({row for guilty in outliers.values() for row in guilty} or set(findings.rows))
+        if rows and len(rows) < size and self._time_left():
+            self._progress.stage("without the suspicious samples")
+            findings.finite_without_rows = swap.finite_without(replay, microbatch, rows, size)
+        findings.outliers = self._by_field(findings, outliers, size)
+
+    def _by_field(
+        self, findings: Findings, outliers: dict[str, list[int]], size: int
+    ) -> dict[str, list[int]]:
+        """Keep, of several fields with outliers, the one that cures the step by itself."""
+        if len(outliers) < 2 or not findings.finite_without_rows:
+            return outliers
+        for path, rows in outliers.items():
+            if not self._time_left():
+                break
+            if swap.finite_without(self._replay, findings.microbatch, rows, size, path):
+                return {path: rows}
+        return outliers
+
+    def _finite_others(self, guilty: MicroBatch) -> tuple[MicroBatch, ...]:
+        """Run the other micro-batches of the step, as far as that was not done before."""
+        finite = []
+        for number, other in enumerate(self._microbatches):
+            if other is guilty:
+                continue
+            if number >= len(self._computed):
+                if not self._time_left():
+                    break
+                self._progress.stage(f"running micro-batch {other.index}, too")
+                if not swap.is_finite(self._replay.compute(other)):
+                    continue
+            finite.append(other)
+        return tuple(finite)
+
+    # -- fine when run again ---------------------------------------------------------------------------
+
+    def _clean(self, found: dict[str, Tensor], *, flaky: bool = False) -> Report:
+        run, replay = self._run, self._replay
+        custom: set[str] = set()
+        unwritten = False
+        second: list[Computed] = []
+        complete = len(self._computed) == len(self._microbatches)
+        for microbatch in self._microbatches[: len(self._computed)]:
+            if not self._time_left():
+                complete = False
+                break
+            self._progress.stage(f"running micro-batch {microbatch.index} once more, watched")
+            trace = self._trace()
+            second.append(replay.compute(microbatch, mode=trace))
+            custom |= trace.custom | {name for name, mine in second[-1].nodes.values() if mine}
+            poisoned = replay.compute(microbatch, mode=swap.Poison())  # type: ignore[no-untyped-call]
+            unwritten = unwritten or not swap.is_finite(poisoned)
+        same = all(alike(one, other) for one, other in zip(self._computed, second, strict=False))
+        scale = getattr(getattr(run.host, "scaler", None), "_scale", None)
+        computed = in_order(self._microbatches, self._computed)
+        reduced = run.consensus.world_size > 1
+        again = Again(
+            computed=computed,
+            complete=complete,
+            deterministic=same and not flaky,
+            custom=frozenset(custom),
+            unwritten=unwritten,
+            written=written_after(self._computed, found, scaled=scale is not None),
+            hooked=any(is_hooked(parameter) for _, parameter in run.host.named_parameters()),
+            compiled=self._compiled(),
+            found=found,
+            scale=scale,
+            comparison=compare(computed, found, run, scale=scale, reduced=reduced),
+        )
+        if comes_back(again, self._incident):
+            self._progress.stage("looking for what makes it so large")
+            diagnosis, guilty, samples = explain_excess(
+                replay, self._microbatches, self._computed, self._time_left
+            )
+            return Report(diagnosis=diagnosis, microbatch=guilty, samples=samples)
+        diagnosis = judge_again(again, self._incident, run)
+        unsure = diagnosis.cause == "hardware" and diagnosis.confidence < _SURE
+        if unsure and came_back(self._incident, run.incidents):
+            diagnosis = less_sure(diagnosis)
+        if self._incident.kind is Kind.NONFINITE_LOSS:
+            diagnosis = replace(diagnosis, phase="forward")
+        return Report(diagnosis=diagnosis)
+
+    def _compiled(self) -> bool | None:
+        """Whether the compiled code, as such, is finite now; None if nothing is compiled."""
+        if not is_compiled(self._run):
+            return None
+        alone = self._run.consensus.world_size == 1
+        if not (alone and self._time_left()):
+            return True
+        self._progress.stage("running the compiled code again")
+        return swap.finite_compiled(self._replay, self._microbatches)
+
+
+def _spoilt(diagnosis: Diagnosis) -> Diagnosis:
+    """The batch holds bad values now, and the step itself has written to it."""
+    return replace(
+        diagnosis,
+        cause="unknown",
+        confidence=0.3,
+        phase="forward",
+        evidence=("the step wrote to its own batch, in which there are bad values now", *diagnosis.evidence),
+        remedy=(
+            "let the forward pass leave its input alone (no operators in place on it) to have it traced",
+        ),
+    )
+
+
+def _run_operator(findings: Findings) -> None:
+    """Run the bad operator alone, here and on the CPU."""
+    if findings.origin.allocation or findings.custom is not None:
+        return
+    finite = finite_again(findings.origin)
+    findings.repeatable = None if finite is None else not finite
+    if findings.run.host.device.type != "cpu":
+        findings.finite_on_cpu = finite_again(findings.origin, torch.device("cpu"))
+
+
+def _samples(findings: Findings, diagnosis: Diagnosis) -> tuple[Sample, ...]:
+    """Name samples only when the data is to blame, and only when replacing them cured the step."""
+    if diagnosis.cause != "data" or not findings.finite_without_rows:
+        return ()
+    rows = sorted({r for guilty in findings.outliers.values() for r in guilty} or set(findings.rows))
+    ids = findings.ids()
+    return tuple(Sample(position=row, id=ids.get(row)) for row in rows)
+
+
+def _samples_of(path: Path, microbatch: MicroBatch) -> tuple[Sample, ...]:
+    """Name the samples of a bad tensor of the batch."""
+    leaf = path.leaves[0].leaf if path.leaves else ""
+    ids = sample_ids(microbatch.batch)
+    for name, tensor in tensors_in(microbatch.batch):
+        if leaf == f"batch {name}".strip() and tensor.dim() and tensor.layout is torch.strided:
+            rows = (~torch.isfinite(parts_of(tensor))).reshape(tensor.shape[0], -1).any(1).nonzero()
+            return tuple(Sample(position=r, id=ids.get(r), field=name) for r in rows.flatten().tolist())
+    return ()

@@ -1,0 +1,123 @@
+"""What made an optimizer turn finite gradients into a bad state: a setting, an operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradsentinel.diagnosis.rehearsal import Rehearsal, rehearse
+from gradsentinel.evidence import Diagnosis, Evidence
+from gradsentinel.run import Run
+
+_SETTINGS = ("lr", "weight_decay", "momentum", "dampening")
+_REHEARSED = 4
+"""Bad parameters whose update is run again, until one shows it."""
+
+_Member: TypeAlias = tuple[str, Tensor, Mapping[str, Any], Optimizer]
+
+
+def explain_update(evidence: Evidence, run: Run) -> Evidence:
+    """Return the evidence of a bad state, completed if the optimizer's own arithmetic made it."""
+    known = evidence.diagnosis
+    if known is not None and known.phase in ("setup", "forward"):
+        return evidence  # no optimizer has run yet, or a buffer is bad, which none writes to
+    bad = {name for entry in evidence.tensors for name in (entry.name, entry.name.rpartition(":")[0])}
+    members = [member for member in _members(run) if member[0] in bad]
+    for name, parameter, group, _ in members:
+        found = suspect_setting(group, parameter)
+        if found is not None:
+            return _with_setting(evidence, run, found, name, members)
+    rehearsed = _rehearse(members, run)
+    if rehearsed is None:
+        return evidence
+    name, rehearsal = rehearsed
+    where = f"{name}:{rehearsal.key}" if rehearsal.key else name
+    return replace(
+        evidence,
+        diagnosis=Diagnosis(
+            cause="optimizer",
+            confidence=0.8,
+            phase="optimizer",
+            module=name.rpartition(".")[0],
+            op=rehearsal.event.op,
+            source=_source(rehearsal),
+            evidence=(f"the optimizer makes {where} non-finite of finite numbers", str(rehearsal)),
+            remedy=(
+                "clip gradients before the step (max_norm=), and lower the learning rate",
+                f"look at the settings of the group that {name} is in",
+            ),
+        ),
+    )
+
+
+def _with_setting(
+    evidence: Evidence, run: Run, found: tuple[str, str], name: str, members: Sequence[_Member]
+) -> Evidence:
+    fact, remedy = found
+    alike = [member for member in members if suspect_setting(member[2], member[1]) == found]
+    rehearsed = _rehearse(alike, run)
+    rehearsal = None
+    facts: tuple[str, ...] = (fact,)
+    if rehearsed is not None:
+        name, rehearsal = rehearsed
+        facts = (fact, f"{name}: {rehearsal}")
+    return replace(
+        evidence,
+        message=f"{evidence.message}: {fact}",
+        diagnosis=Diagnosis(
+            cause="optimizer",
+            confidence=0.95,
+            phase="optimizer",
+            module=name.rpartition(".")[0],
+            op=None if rehearsal is None else rehearsal.event.op,
+            source=None if rehearsal is None else _source(rehearsal),
+            evidence=facts,
+            remedy=(remedy,),
+        ),
+    )
+
+
+def _rehearse(members: Sequence[_Member], run: Run) -> tuple[str, Rehearsal] | None:
+    for name, parameter, group, optimizer in members[:_REHEARSED]:
+        found = rehearse(optimizer, parameter, group, grad_norm=run.last_grad_norm)
+        if found is not None:
+            return name, found
+    return None
+
+
+def _source(rehearsal: Rehearsal) -> str | None:
+    """The line of an optimizer of the user's own; torch's have none."""
+    line = rehearsal.event.call.line
+    return None if line is None else str(line)
+
+
+def suspect_setting(group: Mapping[str, Any], parameter: Tensor) -> tuple[str, str] | None:
+    """Return what is wrong with a parameter group, and what to do about it."""
+    for key in _SETTINGS:
+        value = group.get(key)
+        if isinstance(value, (int, float, Tensor)) and not math.isfinite(value):
+            return f"{key} is {float(value)}", f"find what sets {key}: a scheduler or a hook"
+    eps = group.get("eps")
+    if not isinstance(eps, (int, float)) or parameter.device.type == "meta":
+        return None
+    dtype = parameter.dtype.to_real()
+    if float(torch.tensor(eps, dtype=torch.float64).to(dtype)) > 0:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    fact = f"eps={eps:g} is 0 in {name}: an element whose gradient is 0 becomes 0/0 in the optimizer"
+    if dtype.itemsize < 4:
+        return fact, "use eps >= 1e-4, or keep float32 master weights for the optimizer"
+    return fact, "use eps >= 1e-8"
+
+
+def _members(run: Run) -> Iterator[_Member]:
+    names = {id(p): name for name, p in run.host.named_parameters()}
+    for optimizer in run.host.optimizers:
+        for group in optimizer.param_groups:
+            yield from ((names[id(p)], p, group, optimizer) for p in group["params"] if id(p) in names)

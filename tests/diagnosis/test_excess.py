@@ -1,0 +1,151 @@
+"""Gradients that are finite and far too large, and the same when the step is run again."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradsentinel import MagnitudeCallback, NanCallback, Rollback, Sentinel
+from gradsentinel.diagnosis.lone_weight import find_lone_weight
+from gradsentinel.faults import FaultPlan, FlipBit
+
+
+def forward(model, batch):
+    return (model(batch["x"]) - batch["y"]).pow(2).mean()
+
+
+@pytest.fixture
+def incidents_of(run_dir):
+    def run(model, batches, *callbacks, before=lambda step: None, plan=None, limit=1e6):
+        plan = plan or FaultPlan([])
+        with (
+            Sentinel(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.01),
+                callbacks=[
+                    NanCallback(),
+                    MagnitudeCallback(max_global_norm=limit, action="skip"),
+                    *callbacks,
+                ],
+                run_dir=run_dir,
+                forward=forward,
+            ) as sentinel,
+            plan.attach(model),
+        ):
+            for step, batch in enumerate(sentinel.steps(plan.batches(batches))):
+                before(step)
+                sentinel.backward(forward(model, batch))
+                sentinel.step()
+        return sentinel.incidents
+
+    return run
+
+
+def records(count):
+    return [
+        {"x": torch.randn(8, 6), "y": torch.randn(8, 4), "id": [f"r{n}-{i}" for i in range(8)]}
+        for n in range(count)
+    ]
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def test_a_record_on_another_scale_is_named(incidents_of):
+    batches = records(3)
+    batches[2]["y"][5] *= 1e9
+    (incident,) = incidents_of(net(), batches)
+    found = incident.diagnosis
+    assert (found.cause, found.phase) == ("data", "input")
+    assert [(s.position, s.id, s.field) for s in incident.samples] == [(5, "r2-5", "y")]
+    assert "the gradient norm is" in found.evidence[0]
+    assert any("reaches" in text and "in y" in text for text in found.evidence)
+    assert "r2-5" in found.remedy[0]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_weight_of_which_a_bit_was_flipped(known, incidents_of):
+    """The one weight that a known-good state shows to have jumped alone; without one nobody can tell."""
+    plan = FaultPlan([FlipBit(steps=(4,), target="parameter", name="2.weight", bit=28, index=(1, 3))])
+    callbacks = [Rollback(every=1, confirm_after=1, after=9)] if known else []
+    model = net()
+    model[2].weight.data[1, 3] = 2.5  # with this bit flipped it is 2**32 times as large
+    incident, *_ = incidents_of(model, records(5), *callbacks, plan=plan)
+    found = incident.diagnosis
+    assert found.module == "2"
+    assert "2.weight[1, 3]" in found.evidence[0]
+    if known:
+        assert (found.cause, found.confidence) == ("hardware", 0.7)
+        assert "2**32 times as much" in found.evidence[0]
+        assert "roll back" in found.remedy[0]
+    else:
+        assert found.cause == "unknown"
+        assert "a flipped bit leaves a weight like that" in found.evidence[1]
+
+
+def test_a_flipped_bit_that_makes_the_loss_overflow(incidents_of):
+    """The operator that overflows is innocent, and so are data, precision and learning rate."""
+    plan = FaultPlan([FlipBit(steps=(4,), target="parameter", name="2.weight", bit=30, index=(1, 3))])
+    model = net()
+    model[2].weight.data[1, 3] = 0.25
+    incident, *_ = incidents_of(model, records(5), Rollback(every=1, confirm_after=1, after=9), plan=plan)
+    found = incident.diagnosis
+    assert (found.cause, found.phase, found.module) == ("hardware", "forward", "")
+    assert found.op == "aten.pow.Tensor_Scalar"
+    assert "2.weight[1, 3]" in found.evidence[1]
+    assert "2**128 times as much" in found.evidence[1]
+
+
+def test_a_training_that_diverges_is_no_flipped_bit(incidents_of):
+    """Many weights grow: that is the learning rate, not the device."""
+
+    def diverge(step):
+        if step == 3:
+            model[2].weight.data.mul_(1e5)
+
+    model = net()
+    incident, *_ = incidents_of(
+        model, records(4), Rollback(every=1, confirm_after=1, after=9), before=diverge
+    )
+    assert incident.diagnosis.cause != "hardware"
+
+
+def test_a_step_that_is_as_large_as_ever_is_not_explained(incidents_of):
+    (incident,) = incidents_of(net(), records(1), limit=1e-6)
+    found = incident.diagnosis
+    assert (found.cause, found.confidence) == ("unknown", 0.0)
+    assert "the same values, bit for bit" in found.evidence[0]
+
+
+class FakeRun:
+    """What `find_lone_weight` reads of a run."""
+
+    def __init__(self, **parameters):
+        self.host = self
+        self.known_good = None
+        self._named = parameters
+
+    def named_parameters(self):
+        return iter(self._named.items())
+
+
+def spike(*places, size=16):
+    weights = torch.linspace(-1, 1, size)
+    for place in places:
+        weights[place] = 3e30
+    return weights
+
+
+def test_only_a_single_weight_counts():
+    assert find_lone_weight(FakeRun(w=spike(3))).index == (3,)
+    assert find_lone_weight(FakeRun(w=spike())) is None
+    assert find_lone_weight(FakeRun(w=spike(3, 4))) is None
+    assert find_lone_weight(FakeRun(v=spike(3), w=spike(4))) is None
+    assert find_lone_weight(FakeRun(w=spike(3, size=5))) is None, "too few neighbours to tell what is usual"
+    assert find_lone_weight(FakeRun(w=torch.tensor(3e30))) is None
+    assert find_lone_weight(FakeRun(w=torch.empty(0))) is None
+    assert (
+        find_lone_weight(FakeRun(w=torch.ones(20, dtype=torch.int64), v=torch.ones(9, device="meta"))) is None
+    )
+    assert find_lone_weight(FakeRun(w=torch.eye(9).to_sparse())) is None
+    assert find_lone_weight(FakeRun(w=spike(3).bfloat16())).name == "w"

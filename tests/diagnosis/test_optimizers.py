@@ -1,0 +1,235 @@
+"""Finite gradients, and a bad state after the step: the operator of the optimizer that made it is named."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from gradsentinel import NanCallback, Rollback, Sentinel, TrainingAborted
+from gradsentinel.diagnosis.rehearsal import rehearse
+
+
+def embedding(dtype=torch.float16):
+    return nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 1)).to(dtype)
+
+
+def step_of(model, optimizer, *callbacks, run_dir, steps=1, norm=None, before=None, **more):
+    """Run steps on the rows 1 and 2 and return the incidents."""
+    sentinel = Sentinel(model, optimizer, callbacks=[NanCallback(), *callbacks], run_dir=run_dir, **more)
+    try:
+        with sentinel:
+            for number, batch in enumerate(sentinel.steps([torch.tensor([1, 2])] * steps)):
+                sentinel.backward(model(batch).float().pow(2).mean())
+                if before is not None:
+                    before(number)
+                sentinel.step(norm)
+    except TrainingAborted:
+        pass
+    return sentinel.incidents
+
+
+DIVIDING = {
+    "Adam": (lambda p: torch.optim.Adam(p, foreach=False), "aten.addcdiv_.default"),
+    "Adam over lists": (lambda p: torch.optim.Adam(p, foreach=True), "aten._foreach_addcdiv_.ScalarList"),
+    "Adam, fused": (lambda p: torch.optim.Adam(p, fused=True, eps=0.0), "aten._fused_adam_.default"),
+    "AdamW, fused": (lambda p: torch.optim.AdamW(p, fused=True, eps=0.0), "aten._fused_adamw_.default"),
+    "AdamW with amsgrad": (
+        lambda p: torch.optim.AdamW(p, foreach=False, amsgrad=True),
+        "aten.addcdiv_.default",
+    ),
+    "NAdam": (lambda p: torch.optim.NAdam(p, foreach=False), "aten.addcdiv_.default"),
+    "RMSprop": (lambda p: torch.optim.RMSprop(p, foreach=False), "aten.addcdiv_.default"),
+    "Adagrad": (lambda p: torch.optim.Adagrad(p, eps=1e-9, foreach=False), "aten.addcdiv_.default"),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDING)
+def test_eps_that_is_zero_in_half_precision(name, run_dir):
+    make, operator = DIVIDING[name]
+    model = embedding()
+    (incident,) = step_of(model, make(model.parameters()), run_dir=run_dir)
+    found = incident.diagnosis
+    assert (found.cause, found.phase, found.module) == ("optimizer", "optimizer", "0")
+    assert found.op == operator
+    assert "0.weight" in found.evidence[1]
+    assert "a gradient of 0" in found.evidence[1]
+    assert "eps" in found.remedy[0]
+
+
+def test_the_numbers_of_the_division_are_told(run_dir):
+    model = embedding()
+    (incident,) = step_of(model, torch.optim.Adam(model.parameters(), foreach=False), run_dir=run_dir)
+    assert "addcdiv(0, 0, 0) = NaN" in incident.diagnosis.evidence[1]
+
+
+def test_squares_that_overflow(run_dir):
+    """pytorch: a gradient of 1e25 squared is Inf in exp_avg_sq, and the weight stands still for ever."""
+    model = embedding(torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+
+    def enlarge(number):
+        for parameter in model.parameters():
+            parameter.grad.fill_(1e25)
+
+    (incident,) = step_of(model, optimizer, run_dir=run_dir, before=enlarge)
+    found = incident.diagnosis
+    assert (found.cause, found.phase, found.op) == ("optimizer", "optimizer", "aten.addcmul_.default")
+    assert "0.weight:exp_avg_sq" in found.evidence[0]
+    assert "clip gradients" in found.remedy[0]
+
+
+def test_an_update_that_overflows(run_dir):
+    model = embedding(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e38, foreach=False)
+
+    def enlarge(number):
+        for parameter in model.parameters():
+            parameter.grad.fill_(100.0)
+
+    (incident,) = step_of(model, optimizer, run_dir=run_dir, before=enlarge)
+    found = incident.diagnosis
+    assert (found.cause, found.op) == ("optimizer", "aten.add_.Tensor")
+    assert "-1e+38 *" in found.evidence[1]
+
+
+def test_an_optimizer_of_the_users_own_has_a_line(run_dir, line):
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.sub_(group["lr"] * parameter.grad / parameter.grad.abs().sqrt())
+
+    model = embedding(torch.float32)
+    (incident,) = step_of(model, Own(model.parameters()), run_dir=run_dir)
+    found = incident.diagnosis
+    assert (found.cause, found.op, found.module) == ("optimizer", "aten.div.Tensor", "0")
+    assert found.source == line(inspect.unwrap(Own.step), "parameter.sub_(")
+
+
+@pytest.mark.parametrize("norm", [None, 1e20])
+def test_somebody_else_who_writes_into_the_weights_is_not_the_optimizer(norm, run_dir):
+    """NaN in a weight where the optimizer, whatever gradient it is given, would spoil other things."""
+    model = embedding(torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+
+    def spoil(number):
+        optimizer.register_step_post_hook(lambda *_: model[1].weight.data.fill_(torch.nan))
+        if norm is not None:
+            model[1].weight.grad.fill_(norm)
+
+    incidents = step_of(model, optimizer, run_dir=run_dir, before=spoil, norm=1.0)
+    assert incidents[0].diagnosis.cause == "unknown"
+
+
+def test_a_bad_buffer_is_not_the_optimizers_doing(run_dir):
+    model = nn.Sequential(nn.Embedding(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def spoil(number):
+        model[1].running_mean[0] = torch.nan
+
+    incidents = step_of(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=run_dir, before=spoil, steps=2
+    )
+    assert incidents[0].diagnosis.cause != "optimizer"
+
+
+def test_a_rehearsal_changes_nothing():
+    """Neither the weights nor the moments, and no hook and no scheduler hears of it."""
+    model = embedding()
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.tensor([1, 2])).float().pow(2).mean().backward()
+    optimizer.step()
+    scheduler.step()
+    heard = []
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+    parameter, group = model[0].weight, optimizer.param_groups[0]
+    before = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone(), parameter.grad.clone()
+    found = rehearse(optimizer, parameter, group)
+    after = optimizer.state_dict(), parameter.detach(), parameter.grad
+    assert found is not None
+    assert found.event.op == "aten.addcdiv_.default"
+    assert heard == []
+    assert str(before[0]) == str(after[0])
+    for one, other in zip(before[1:], after[1:], strict=True):
+        assert torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+
+
+def test_a_step_that_the_device_would_drop_is_rehearsed_all_the_same():
+    """`found_inf` on a fused optimizer turns its step into nothing."""
+    model = embedding(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, eps=0.0)
+    model(torch.tensor([1, 2])).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.found_inf = torch.ones(())
+    found = rehearse(optimizer, model[0].weight, optimizer.param_groups[0])
+    assert found is not None
+    assert found.event.op == "aten._fused_adamw_.default"
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "ASGD": torch.optim.ASGD,
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adam": torch.optim.Adam,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+    "Rprop": torch.optim.Rprop,
+    "SparseAdam": lambda p: torch.optim.SparseAdam(list(p)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_in_good_health_is_cleared(name):
+    """No gradient that is tried makes anything bad; each kind of optimizer can be copied."""
+    sparse = name == "SparseAdam"
+    model = nn.Embedding(6, 3, sparse=sparse)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for _ in range(2):
+        model(torch.tensor([1, 2])).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert rehearse(optimizer, model.weight, optimizer.param_groups[0], grad_norm=1.0) is None
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.nn.Parameter(torch.empty(0)),
+        torch.nn.Parameter(torch.tensor(1.0)),
+        torch.nn.Parameter(torch.empty(3, device="meta")),
+        torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+        torch.nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False),
+    ],
+    ids=["empty", "one number", "meta", "complex", "whole numbers"],
+)
+def test_odd_parameters_do_no_harm(parameter):
+    optimizer = torch.optim.Adam([parameter])
+    assert rehearse(optimizer, parameter, optimizer.param_groups[0], grad_norm=1.0) is None
+
+
+def test_the_run_goes_on_after_a_rollback(run_dir):
+    """The diagnosis of the state happens before it is put back, and does not stand in the way."""
+    model = embedding()
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+
+    def larger(number):
+        if number:
+            optimizer.param_groups[0]["eps"] = 1e-4
+
+    incidents = step_of(model, optimizer, Rollback(), run_dir=run_dir, steps=4, before=larger)
+    assert [str(incident.outcome) for incident in incidents] == ["rolled_back"]
+    assert incidents[0].diagnosis.op == "aten.addcdiv_.default"
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
