@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.incident import fold
+from gradsentinel.inspection import local
 from gradsentinel.replicas import ReplicaGroup, checksums
 from gradsentinel.run import Run
-from gradsentinel.topology import fold_ranks
 
 _TENFOLD = math.log(10.0)
 _REMEDY = (
@@ -43,13 +44,15 @@ class CrossRankCallback(Comparer):
     action: Action | str = Action.ROLLBACK
     """What to do when replicas differ: rollback (a `Resync` callback steps in first), abort, or warn."""
     outlier: float | None = 6.0
-    """Warn of a rank whose local gradient norm is tenfold the others' and so many deviations above
-    them, on the logarithm; None does not look."""
+    """Warn of a rank whose own gradient norm or loss is tenfold the others' and so many deviations
+    above them, on the logarithm; None does not look."""
+    standings: ClassVar[int] = 2
     _run: Run | None = field(default=None, init=False, repr=False)
     _gradients: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
     _alike_until: int | None = field(default=None, init=False, repr=False)
     """The last step that all replicas began alike, as far as they were compared."""
     _norm: Tensor | None = field(default=None, init=False, repr=False)
+    _losses: Sequence[Tensor] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.action = Action.parse(self.action)
@@ -76,11 +79,12 @@ class CrossRankCallback(Comparer):
 
     def on_before_clip(self, event: events.BeforeClip) -> None:
         """Sum the bits of the reduced gradients, before clipping, if they are to be compared."""
-        self._norm = None
+        self._norm, self._losses = None, ()
         self._gradients = {}
         if self._run is None or not self.compares(event.step):
             return
         self._norm = self._run.local.norm()
+        self._losses = event.losses
         if self.gradients:
             view = event.gradients
             sums = checksums(view.gradients)
@@ -135,7 +139,7 @@ class CrossRankCallback(Comparer):
                 remedy=(_REMEDY,),
             ),
             details={
-                "group": f"{group.name} {fold_ranks(group.ranks)}",
+                "group": group.label,
                 "group_size": len(group.ranks),
                 "checksum": own,
                 "alike_until": -1 if until is None else until,
@@ -158,20 +162,28 @@ class CrossRankCallback(Comparer):
         if step is not None and self._alike_until is not None:
             self._alike_until = min(self._alike_until, step)
 
+    @torch.no_grad()
     def standing(self) -> Tensor | None:
-        """Return the logarithm of this rank's own gradient norm, if there is a reduction to look behind."""
-        if self.outlier is None or self._norm is None:
-            return None
-        return torch.log(self._norm)
+        """Return the logarithms of this rank's own gradient norm and loss.
 
-    def compared(self, step: int, own: float, others: tuple[float, float]) -> Finding | None:
-        """Warn if this rank's own gradients are far larger than the others'."""
+        The norm is there if there is a reduction to look behind, the loss if it is known and above 0.
+        """
+        if self.outlier is None or (self._norm is None and not self._losses):
+            return None
+        nothing = torch.full((), math.nan)
+        losses = [local(loss).float().reshape(()) for loss in self._losses]
+        loss = torch.stack(losses).mean() if losses else nothing
+        norm = nothing if self._norm is None else self._norm
+        return torch.log(torch.stack([norm.to(loss.device, loss.dtype), loss]))
+
+    def compared_at(self, place: int, step: int, own: float, others: tuple[float, float]) -> Finding | None:
+        """Warn if this rank's own gradients, or its loss, are far larger than the others'."""
         mean, deviation = others
         if self.outlier is None or own - mean <= max(_TENFOLD, self.outlier * deviation):
             return None
+        what = ("local gradient norm", "loss")[place]
         message = (
-            f"the local gradient norm of this rank is {math.exp(own):.4g}, that of the others about "
-            f"{math.exp(mean):.4g}"
+            f"the {what} of this rank is {math.exp(own):.4g}, that of the others about {math.exp(mean):.4g}"
         )
         return Finding(
             kind=Kind.RANK_DIVERGENCE, value=torch.tensor(True), action=Action.WARN, message=message

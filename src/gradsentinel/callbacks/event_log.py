@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradsentinel import events
@@ -10,6 +10,7 @@ from gradsentinel._version import __version__
 from gradsentinel.callback import Callback
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.incident import jsonable, now
+from gradsentinel.names import ParameterMap
 from gradsentinel.run import Run
 from gradsentinel.store import EventFile
 
@@ -18,7 +19,8 @@ from gradsentinel.store import EventFile
 class EventLog(Callback):
     """Writes `events-rank<N>.jsonl`: append-only, a line is with the system before training goes on.
 
-    Added to every run that has none. Called on: every rank, each into its own file.
+    Beside it goes `params-rank<N>.json`, which says what each parameter's numbers and names are. Added to
+    every run that has none. Called on: every rank, each into its own files.
     """
 
     every: int | None = None
@@ -27,6 +29,7 @@ class EventLog(Callback):
     _file: EventFile | None = field(default=None, init=False, repr=False)
     _waiting: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
     _run: Run | None = field(default=None, init=False, repr=False)
+    _names: ParameterMap | None = field(default=None, init=False, repr=False)
     _ended: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +80,8 @@ class EventLog(Callback):
 
     def on_after_step(self, event: events.AfterStep) -> None:
         """Write the step's numbers when they are due."""
+        if self._names is not None:
+            self._names.refresh()
         if event.scaler_skipped:
             self._write("scaler_skip", event.step, loss_scale=event.loss_scale)
         if self.every is not None and event.step % self.every == 0:
@@ -94,11 +99,13 @@ class EventLog(Callback):
     def on_run_end(self, event: events.RunEnd) -> None:
         """Write how it ended."""
         error = event.error
+        spent = None if self._run is None or not self._run.staging.cost.count else self._run.staging.cost
         self._write(
             "run_end",
             event.step,
             lazily=error is None and self._file is None,
             error=None if error is None else f"{type(error).__name__}: {error}",
+            **({} if not spent else {"snapshots": asdict(spent)}),
         )
         self._ended = True
         self._close()
@@ -113,6 +120,8 @@ class EventLog(Callback):
             for waiting in self._waiting:
                 self._file.write(waiting)
             self._waiting.clear()
+            self._names = ParameterMap(self._run)
+            self._names.write()
         else:
             self._file.write(entry)
         if self._ended:  # what the last event brought to light

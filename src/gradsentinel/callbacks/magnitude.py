@@ -14,7 +14,6 @@ from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.gradients import GradientView
-from gradsentinel.inspection import inspect_tensor
 
 _FAR_OUT = 1e6
 """So many times the bound is no large gradient any more; clipping would only hide it."""
@@ -57,6 +56,11 @@ class MagnitudeCallback(Detector):
         for name, bound in bounds.items():
             if bound is not None and not bound > 0:
                 raise ConfigurationError(f"{name}={bound} must be above 0")
+
+    def norm_bound(self) -> float | None:
+        """Return the bound on the global norm, if that is the only one."""
+        alone = self.max_parameter_norm is None and self.max_value is None
+        return self.max_global_norm if alone else None
 
     def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
         """Compare the view's numbers with the bounds."""
@@ -108,8 +112,8 @@ def _confirm_each(what: str, view: GradientView, bound: float, action: Action) -
         ((name, value) for name, value in zip(view.names, values, strict=True) if not value <= bound),
         key=lambda entry: -entry[1],
     )
-    by_name = dict(zip(view.names, view.gradients, strict=True))
-    tensors = tuple(inspect_tensor(name, by_name[name]) for name, _ in over)
+    by_name = {entry.name: entry for entry in view.inspect()}
+    tensors = tuple(by_name[name] for name, _ in over)
     if what == "norm":  # a norm may overflow in the gradient's own dtype
         tensors = tuple(entry for entry in tensors if not entry.norm <= bound)
     if not tensors:
@@ -138,8 +142,6 @@ def _kind(value: float) -> Kind:
 
 def _largest(view: GradientView, count: int = 5) -> tuple[TensorEvidence, ...]:
     """The parameters that make up the norm: the largest, and those within a tenth of it."""
-    found = [
-        inspect_tensor(name, gradient) for name, gradient in zip(view.names, view.gradients, strict=True)
-    ]
+    found = list(view.inspect())
     found.sort(key=lambda entry: (-entry.nonfinite, -entry.norm))
     return tuple(entry for entry in found[:count] if entry.nonfinite or entry.norm >= 0.1 * found[0].norm)

@@ -22,6 +22,15 @@ _SCALE_HINT = (
 )
 
 
+@dataclass(slots=True)
+class _Step:
+    """What was seen of one step; a finding that is looked into later goes by the step it was made in."""
+
+    view: GradientView | None = None
+    seen: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Largest gradient magnitude after each micro-batch: unlike a 2-norm it never overflows by itself."""
+
+
 @dataclass(kw_only=True)
 class NanCallback(Detector):
     """Drops a step whose loss or gradients are not finite; alone, it needs no further callback for that.
@@ -41,17 +50,21 @@ class NanCallback(Detector):
     """After each of the first so many steps parameters, moments and buffers are checked too."""
     state_every: int = 50
     """After that, every so many steps, at the end, and always when there is an incident. 0: never."""
+    state_parts: int = 1
+    """Look at one of so many equal parts of the state at a time, in turn, where all of it is too much for one
+    pass; then each element is looked at once in `state_every * state_parts` steps. It is always all of it at
+    the end and when there is an incident."""
     min_loss_scale: float = 1.0
     """A GradScaler that still overflows at this scale has collapsed."""
     max_scaler_skips: int = 32
     """So many steps in a row dropped by the GradScaler are no search for a scale any more."""
     _run: Run | None = field(default=None, init=False, repr=False)
-    _view: GradientView | None = field(default=None, init=False, repr=False)
-    _seen: list[tuple[int, Tensor]] = field(default_factory=list, init=False, repr=False)
-    """Largest gradient magnitude after each micro-batch: unlike a 2-norm it never overflows by itself."""
+    _step: _Step = field(default_factory=_Step, init=False, repr=False)
     _scaler_skips: int = field(default=0, init=False, repr=False)
     _unchecked: bool = field(default=False, init=False, repr=False)
-    """True if the state changed since it was looked at last."""
+    """True if the state changed since all of it was looked at last."""
+    _part: int = field(default=0, init=False, repr=False)
+    """The part of the state to look at next."""
 
     def __post_init__(self) -> None:
         self.action = Action.parse(self.action)
@@ -61,8 +74,14 @@ class NanCallback(Detector):
             )
         if self.state_warmup < 0 or self.state_every < 0:
             raise ConfigurationError("state_warmup and state_every are numbers of steps, 0 or more")
+        if self.state_parts < 1:
+            raise ConfigurationError(f"state_parts={self.state_parts} must be at least 1")
         if self.max_scaler_skips < 1:
             raise ConfigurationError("max_scaler_skips must be at least 1 step")
+
+    def norm_bound(self) -> float:
+        """Return infinity: any finite global norm passes."""
+        return float("inf")
 
     def on_run_start(self, event: events.RunStart) -> Sequence[Finding]:
         """Look at the initial state: an uninitialised parameter is named before any training."""
@@ -83,42 +102,41 @@ class NanCallback(Detector):
 
     def on_step_start(self, event: events.StepStart) -> None:
         """Forget the last step's micro-batches."""
-        self._seen.clear()
-        self._view = None
+        self._step = _Step()
 
     def on_after_backward(self, event: events.AfterBackward) -> Finding | None:
         """Judge the loss; remember the gradients' size so far, to tell the bad micro-batch later."""
         if self.check_microbatches and not event.last:
-            self._seen.append((event.microbatch, event.gradients.max_magnitude))
+            self._step.seen.append((event.microbatch, event.gradients.max_magnitude))
         if event.loss is None:
             return None
-        loss, microbatch = event.loss, event.microbatch
+        loss, microbatch, step = event.loss, event.microbatch, self._step
         return Finding(
             kind=Kind.NONFINITE_LOSS,
             value=loss,
             action=Action.parse(self.action),
-            confirm=lambda: self._confirm_loss(loss, microbatch),
+            confirm=lambda: self._confirm_loss(loss, microbatch, step),
             microbatch=microbatch,
         )
 
     def on_before_clip(self, event: events.BeforeClip) -> Finding:
         """Judge the gradients through their global norm, or the loss scale if there is a scaler."""
-        self._view = event.gradients
+        step, view = self._step, event.gradients
+        step.view = view
         if event.loss_scale is not None and event.overflow is not None:
             scale = event.loss_scale
             return Finding(
                 kind=Kind.LOSS_SCALE,
                 value=(event.overflow > 0).logical_and(scale <= self.min_loss_scale),
                 action=Action.parse(self.action),
-                confirm=lambda: self._confirm_scale(scale),
+                confirm=lambda: self._confirm_scale(scale, view),
             )
-        view = event.gradients
         return Finding(
             kind=Kind.NONFINITE_GRADIENT,
             # A norm of order 0 counts elements and one below 0 inverts them: neither shows every NaN and Inf.
             value=view.total_norm if view.norm_type > 0 else view.max_magnitude,
             action=Action.parse(self.action),
-            confirm=self._confirm_gradients,
+            confirm=lambda: self._confirm_gradients(view, step),
         )
 
     def checks_after_step(self, step: int) -> bool:
@@ -132,7 +150,7 @@ class NanCallback(Detector):
         findings = []
         self._scaler_skips = self._scaler_skips + 1 if event.scaler_skipped else 0
         if self._scaler_skips and self._scaler_skips % self.max_scaler_skips == 0:
-            skips, view = self._scaler_skips, self._view
+            skips, view = self._scaler_skips, self._step.view
             findings.append(
                 Finding(
                     kind=Kind.LOSS_SCALE,
@@ -149,8 +167,8 @@ class NanCallback(Detector):
             )
         self._unchecked = self._unchecked or event.applied
         if self._run is not None and self.checks_after_step(event.step):
-            findings.append(self._look_at_state(self._run))
-        self._view = None  # it would keep the step's gradients alive through the next backward pass
+            findings.append(self._look_at_state(self._run, self.state_parts))
+        self._step = _Step()  # it would keep the step's gradients alive through the next backward pass
         return findings
 
     def on_run_end(self, event: events.RunEnd) -> Finding | None:
@@ -161,34 +179,35 @@ class NanCallback(Detector):
         aborted = bool(run.incidents) and run.incidents[-1].outcome is Outcome.ABORTED
         return None if aborted else self._look_at_state(run)
 
-    def _look_at_state(self, run: Run) -> Finding:
-        self._unchecked = False
+    def _look_at_state(self, run: Run, parts: int = 1) -> Finding:
+        part, self._part = self._part % parts, self._part + 1
+        self._unchecked = self._unchecked and parts > 1
         return Finding(
             kind=Kind.NONFINITE_PARAMETER,
-            value=run.health.norm(),
+            value=run.health.norm(part, parts),
             action=Action.ROLLBACK,
             confirm=lambda: self._confirm_state(before_step=False),
         )
 
     # -- on the host, when something is suspected --------------------------------------------------
 
-    def _confirm_loss(self, loss: Tensor, microbatch: int) -> Evidence:
+    def _confirm_loss(self, loss: Tensor, microbatch: int, step: _Step) -> Evidence:
         state = self._confirm_state(before_step=True)
         if state is not None:
             return state
-        tensors = self._view.evidence() if self._view is not None else ()
+        tensors = step.view.evidence() if step.view is not None else ()
         remedy = _SCALE_HINT if self._run is not None and "scaler" in self._run.host.stateful() else ()
         return Evidence(
             kind=Kind.NONFINITE_LOSS,
             action=Action.parse(self.action),
-            message=f"the loss is {float(loss)}" + self._in_microbatch(microbatch) + self._spread(tensors),
+            message=f"the loss is {float(loss)}" + _in_microbatch(microbatch, step) + _spread(tensors, step),
             tensors=tensors,
             microbatch=microbatch,
             diagnosis=_unexplained("loss", remedy),
         )
 
-    def _confirm_gradients(self) -> Evidence | None:
-        tensors = self._view.evidence() if self._view is not None else ()
+    def _confirm_gradients(self, view: GradientView, step: _Step) -> Evidence | None:
+        tensors = view.evidence()
         run = self._run
         began_here = run is not None and run.local.watching and bool(run.local.bad_places()[1])
         if not tensors and not began_here:  # a shard may be finite on the very rank that spoilt the others'
@@ -196,19 +215,19 @@ class NanCallback(Detector):
         state = self._confirm_state(before_step=True)
         if state is not None:
             return state
-        microbatch = self._first_bad_microbatch()
+        microbatch = self._first_bad_microbatch(step)
         return Evidence(
             kind=Kind.NONFINITE_GRADIENT,
             action=Action.parse(self.action),
             message=f"non-finite gradient in {_name(tensors) or 'another shard'}"
-            + self._in_microbatch(microbatch),
+            + _in_microbatch(microbatch, step),
             tensors=tensors,
             microbatch=microbatch,
             diagnosis=_unexplained("backward"),
         )
 
-    def _confirm_scale(self, scale: Tensor) -> Evidence | None:
-        tensors = self._view.evidence() if self._view is not None else ()
+    def _confirm_scale(self, scale: Tensor, view: GradientView) -> Evidence | None:
+        tensors = view.evidence()
         value = float(scale)
         return Evidence(
             kind=Kind.LOSS_SCALE,
@@ -237,24 +256,25 @@ class NanCallback(Detector):
             diagnosis=_unexplained("optimizer" if "buffers" not in found else "forward"),
         )
 
-    def _first_bad_microbatch(self) -> int | None:
+    def _first_bad_microbatch(self, step: _Step) -> int | None:
         if not self.check_microbatches:
             return None
-        for microbatch, largest in self._seen:
+        for microbatch, largest in step.seen:
             if not bool(torch.isfinite(largest)):
                 return microbatch
-        return self._seen[-1][0] + 1 if self._seen else 0
+        return step.seen[-1][0] + 1 if step.seen else 0
 
-    def _spread(self, tensors: Sequence[TensorEvidence]) -> str:
-        if self._view is None:
-            return ""
-        if not tensors:
-            return ", while every gradient is finite"
-        return f", and so are the gradients of {len(tensors)} of {len(self._view)} parameters"
 
-    def _in_microbatch(self, microbatch: int | None) -> str:
-        alone = not self._seen
-        return "" if microbatch is None or alone else f" (micro-batch {microbatch})"
+def _spread(tensors: Sequence[TensorEvidence], step: _Step) -> str:
+    if step.view is None:
+        return ""
+    if not tensors:
+        return ", while every gradient is finite"
+    return f", and so are the gradients of {len(tensors)} of {len(step.view)} parameters"
+
+
+def _in_microbatch(microbatch: int | None, step: _Step) -> str:
+    return "" if microbatch is None or not step.seen else f" (micro-batch {microbatch})"
 
 
 def _unexplained(phase: str, remedy: tuple[str, ...] = ()) -> Diagnosis:

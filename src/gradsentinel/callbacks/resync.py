@@ -14,17 +14,17 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.inspection import local
 from gradsentinel.recovery import Budget
-from gradsentinel.replicas import ReplicaGroup
+from gradsentinel.replicas import ReplicaGroup, checksums, combine
 from gradsentinel.run import Run
-from gradsentinel.topology import fold_ranks
 
 
 @dataclass(kw_only=True)
 class Resync(Responder):
     """Copies parameters and their optimizer state from the majority to the ranks that drifted away.
 
-    Only for replicas that differ, and only with a majority; everything else is left to the next rung,
-    such as a Rollback after it in the list. Called on: every rank.
+    Only for replicas that differ, and only if each group of them has a majority; everything else is left
+    to the next rung, such as a Rollback after it in the list. So is a state that still differs when it was
+    compared once more. Called on: every rank.
     """
 
     rung: ClassVar[Action] = Action.ROLLBACK
@@ -40,31 +40,34 @@ class Resync(Responder):
         self._budget = Budget(self.max_resyncs, self.window)
 
     def respond(self, incident: Incident, run: Run) -> Recovery | None:
-        """Broadcast the majority's values within each group that differs."""
-        sources: dict[str, int] = incident.details.get("majority", {})
-        if incident.kind is not Kind.RANK_DIVERGENCE or not sources:
+        """Broadcast the majority's values within each group that differs, and compare all groups again."""
+        if incident.kind is not Kind.RANK_DIVERGENCE or not incident.sources:
+            return None
+        if incident.details.get("groups_without_majority"):
+            incident.notes += ("no resync: where there is no majority there is nothing to copy from",)
             return None
         if not self._budget.spend(run.iteration):
             incident.notes += (f"the budget of {self.max_resyncs} resyncs in {self.window} steps is used up",)
             return None
-        layouts = run.consensus.gather([_layout_of(group, run) for group in run.replicas])
+        differing = [group for group in run.replicas if group.label in incident.sources]
+        states = {group.label: _state_of(group, run) for group in differing}
+        layouts = run.consensus.gather({group.label: _layout_of(group, run) for group in differing})
         mine = layouts[run.rank.rank]
         alike = all(
-            layouts[rank][number] == mine[number]
-            for number, group in enumerate(run.replicas)
-            for rank in group.ranks
+            layouts[rank].get(group.label) == mine[group.label] for group in differing for rank in group.ranks
         )
         if not run.consensus.all_of(alike):  # as when a rank has not made a step yet that the others made
             incident.notes += ("the optimizer state is not of the same kind on all ranks",)
             return None
-        for group in run.replicas:
-            for source in sources.values():
-                if source in group.ranks and run.rank.rank in group.ranks:
-                    run.consensus.copy_from(source, _state_of(group, run), group.group)
+        for group in differing:
+            run.consensus.copy_from(incident.sources[group.label], states[group.label], group.group)
+        if not _all_alike(run):
+            incident.notes += ("replicas still differ after the majority's values were copied",)
+            return None
         return Recovery(
             outcome=Outcome.RESCUED,
             apply=True,
-            message=f"{fold_ranks(rank.rank for rank in incident.ranks)} resynchronised with the majority",
+            message=f"{incident.who} resynchronised with the majority",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,6 +77,15 @@ class Resync(Responder):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self._budget.load_state_dict(state)
+
+
+def _all_alike(run: Run) -> bool:
+    """Compare the parameters of all replicas; called on every rank."""
+    parameters, differs = dict(run.host.named_parameters()), False
+    for group in run.replicas:
+        total = combine(checksums([parameters[name] for name in group.members]))
+        differs = bool(run.consensus.differ(total, group.group)) or differs
+    return run.consensus.all_of(not differs)
 
 
 def _layout_of(group: ReplicaGroup, run: Run) -> str:

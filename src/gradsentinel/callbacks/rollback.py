@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from gradsentinel import events
-from gradsentinel.callback import Responder
+from gradsentinel.callback import Findings, Responder
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.health import in_words
 from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.recovery import Budget
+from gradsentinel.ring import Ring
 from gradsentinel.run import Run
 from gradsentinel.snapshot import Snapshot, is_initialised
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """A snapshot on probation."""
-
-    snapshot: Snapshot
-    clean: int = 0
+from gradsentinel.staging import Cost
 
 
 @dataclass(kw_only=True)
@@ -36,14 +30,16 @@ class Rollback(Responder):
     steps is used up, or when a detector asks for it. A snapshot is known good once it was verified
     finite and `confirm_after` later steps were clean; the initial state counts as good. The data goes
     on from where it is. A second rollback before the run got past the first one's trouble goes one
-    snapshot further back. Called on: every rank, each for its own shard.
+    snapshot further back, and one that is finite but looks ruined is passed over. Called on: every rank,
+    each for its own shard.
     """
 
     rung: ClassVar[Action] = Action.ROLLBACK
     every: int = 100
-    """Take a snapshot every so many steps; it is a copy in host memory and waits for the device."""
+    """Take a snapshot every so many steps: a copy in host memory, made beside the computation if there is an
+    accelerator."""
     keep: int = 3
-    """So many known-good snapshots are kept."""
+    """So many known-good snapshots are kept in memory."""
     confirm_after: int = 20
     """So many clean steps after it make a snapshot known good."""
     after: int = 3
@@ -53,16 +49,15 @@ class Rollback(Responder):
     window: int = 1000
     """Length of the window, in attempted steps."""
     on_disk: int = 0
-    """So many known-good snapshots are written to the run directory as they are found good, for a
-    restart with `Sentinel.restore`; 0 writes one only when the run is aborted."""
+    """So many known-good snapshots are kept in the run directory, written beside the training as they are
+    found good, for a restart with `Sentinel(resume="auto")`; 0 writes one only when the run is aborted."""
     _budget: Budget = field(init=False, repr=False)
+    _ring: Ring = field(init=False, repr=False)
     _run: Run | None = field(default=None, init=False, repr=False)
-    _good: list[Snapshot] = field(default_factory=list, init=False, repr=False)
-    _candidates: deque[_Candidate] = field(default_factory=deque, init=False, repr=False)
-    _tidy: bool = field(default=True, init=False, repr=False)
-    """False while more snapshots lie on disk than are to be kept."""
     _failed_until: int = field(default=-1, init=False, repr=False)
     """The step at which the last rollback's trouble was; until it is passed, go further back."""
+    _unsaved: dict[tuple[int, int], str] = field(default_factory=dict, init=False, repr=False)
+    """The snapshots that could not be saved, and why, until all ranks have heard of it."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep", "after", "window"):
@@ -72,15 +67,22 @@ class Rollback(Responder):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be 0 or more")
         self._budget = Budget(self.max_rollbacks, self.window)
+        self._ring = Ring(self.keep, self.confirm_after, self.keep + self.confirm_after // self.every)
 
     @property
     def known_good_steps(self) -> tuple[int, ...]:
         """The steps one could go back to, oldest first."""
-        return tuple(snapshot.step for snapshot in self._good)
+        return tuple(snapshot.step for snapshot in self._ring.good)
+
+    @property
+    def cost(self) -> Cost:
+        """What the run's snapshots have cost so far."""
+        return Cost() if self._run is None else self._run.staging.cost
 
     def on_run_start(self, event: events.RunStart) -> None:
         """Remember the run."""
         self._run = event.run
+        event.run.states.keep = self.on_disk
 
     def on_step_start(self, event: events.StepStart) -> None:
         """Keep the initial state, as late as possible: a checkpoint may have been loaded until now.
@@ -88,49 +90,63 @@ class Rollback(Responder):
         Lazy modules have none; there the state after their first step takes its place.
         """
         run = self._run
-        if run is None or self._good or self._candidates:
+        if run is None or self._ring:
             return
         if is_initialised(run.host, run.scene.buffers) and not run.health.scan(before_step=True):
-            self._promote(run.capture(before_step=True))
+            norms = run.health.norms(before_step=True)
+            self._promote(run.capture(before_step=True, norms=norms), run)
 
     def checks_after_step(self, step: int) -> bool:
         """Return True on the steps whose outcome becomes a snapshot: those must be settled first."""
         return (step + 1) % self.every == 0
 
-    def on_after_step(self, event: events.AfterStep) -> Finding | None:
+    def on_after_step(self, event: events.AfterStep) -> Findings:
         """Count clean steps, promote what has proved itself, take a snapshot when one is due."""
-        self._tidy_up()
-        if self._run is None or event.action is Action.ROLLBACK:
+        run = self._run
+        if run is None:
             return None
-        if event.action > Action.WARN:
-            for candidate in self._candidates:
-                candidate.clean = 0
-        elif event.applied:
-            for candidate in self._candidates:
-                candidate.clean += 1
+        run.states.thin_out(now=run.iteration)
+        found = self._of_the_disk(run)
+        if event.action is Action.ROLLBACK:
+            return found
+        self._ring.drop_torn()
+        # A step that was computed again and is sound is as good as any.
+        sound = event.action <= Action.WARN or (event.action is Action.RETRY and event.applied)
+        if event.applied or event.action > Action.WARN:
+            self._ring.count(clean=sound, loss=event.loss)
         if event.step > self._failed_until:
             self._failed_until = -1
-        while self._past_trouble and self._candidates and self._candidates[0].clean >= self.confirm_after:
-            self._promote(self._candidates.popleft().snapshot)
-        if self.checks_after_step(event.step) and event.action <= Action.WARN:
-            return self._take(self._run)
-        return None
+        if self._past_trouble:
+            for snapshot in self._ring.proved():
+                self._promote(snapshot, run)
+        if self.checks_after_step(event.step) and sound:
+            found += self._take(run)
+        return found
 
     def on_incident(self, event: events.IncidentEvent) -> None:
-        """Forget the snapshots from after the ranks drifted apart: they hold something else on each."""
-        run, until = self._run, event.incident.details.get("alike_until")
-        if run is None or not isinstance(until, int):
-            return
-        self._good = [snapshot for snapshot in self._good if snapshot.step <= until]
-        sound = [candidate for candidate in self._candidates if candidate.snapshot.step <= until]
-        self._candidates = deque(sound)
-        run.known_good = self._good[-1] if self._good else None
-        run.discard_after(until)
+        """Forget snapshots that are not what they were taken for.
 
-    def on_run_end(self, event: events.RunEnd) -> None:
-        """Delete what is left over on disk, unless the run is torn down."""
-        if event.error is None:
-            self._tidy_up()
+        Those from after the ranks drifted apart hold something else on each; those that some rank could
+        not save are of no use to the others.
+        """
+        run, details = self._run, event.incident.details
+        if run is None:
+            return
+        if isinstance(details.get("alike_until"), int):
+            self._ring.forget_after(details["alike_until"])
+            run.known_good = self._ring.good[-1] if self._ring.good else None
+            run.states.forget_after(step=details["alike_until"])
+        if event.incident.detector.startswith(type(self).__name__):
+            for iteration, step in details.get("unsaved", ()):
+                self._unsaved.pop((iteration, step), None)
+                run.states.doubt((iteration, step))
+
+    def on_run_end(self, event: events.RunEnd) -> Findings:
+        """Wait for what is being written, and say what could not be, unless the run is torn down."""
+        if self._run is None or event.error is not None:
+            return None
+        self._run.states.finish()
+        return self._of_the_disk(self._run)
 
     def escalates(self, incident: Incident, run: Run) -> bool:
         """Return True when dropping one more step would be no cure; bad data is not cured by going back."""
@@ -140,17 +156,23 @@ class Rollback(Responder):
         for earlier in reversed(run.incidents[:-1]):
             if earlier.action <= Action.WARN:
                 continue
-            if earlier.step != step - 1 or earlier.action is Action.ROLLBACK:
+            if earlier.step != step - 1 or earlier.action is Action.ROLLBACK or earlier.cured:
                 break
             streak, step = streak + 1, earlier.step
         return streak >= self.after
 
     def respond(self, incident: Incident, run: Run) -> Recovery | None:
         """Restore a known-good snapshot, or hand over if there is none or the budget is used up."""
-        sound = tuple(snapshot.step for snapshot in self._good if not snapshot.flaws())
-        common = set.intersection(*map(set, run.consensus.gather(sound)))
-        self._good = [snapshot for snapshot in self._good if snapshot.step in common]
-        if not self._good:
+        run.hold()
+        ring = self._ring
+        ring.drop_torn()
+        strained = {snapshot.step: strain for snapshot in ring.good if (strain := ring.strain(snapshot))}
+        sound = {snapshot.step for snapshot in ring.good if not snapshot.flaws()}
+        everyone = run.consensus.gather((sound, strained))
+        common = set.intersection(*(steps for steps, _ in everyone))
+        doubtful = {step: strain for _, strains in everyone for step, strain in strains.items()}
+        ring.good = [snapshot for snapshot in ring.good if snapshot.step in common]
+        if not ring.good:
             incident.notes += ("there is no known-good snapshot to go back to",)
             return None
         if not self._budget.spend(run.iteration):
@@ -158,15 +180,20 @@ class Rollback(Responder):
                 f"the budget of {self.max_rollbacks} rollbacks in {self.window} steps is used up",
             )
             return None
-        if not self._past_trouble and len(self._good) > 1:
-            self._good.pop()
+        snapshot, passed = self._choose(set(doubtful))
+        incident.notes += tuple(
+            f"the snapshot of step {step} is passed over: {doubtful[step]}" for step in passed
+        )
         self._failed_until = max(self._failed_until, incident.step)
-        snapshot = self._good[-1]
-        lost = incident.step - snapshot.step
+        further = snapshot is not ring.good[-1]
+        ring.go_back_to(snapshot)
         run.restore(snapshot)
-        self._candidates.clear()
-        run.fallback = snapshot
-        left = self._budget.left(run.iteration)
+        run.known_good = snapshot
+        if further:  # a restart is to go on from here, too, and not from the later ones
+            snapshot.iteration = run.iteration
+            if self.on_disk and snapshot.step:
+                run.states.save(snapshot, now=run.iteration)
+        lost, left = incident.step - snapshot.step, self._budget.left(run.iteration)
         return Recovery(
             outcome=Outcome.ROLLED_BACK,
             apply=False,
@@ -183,47 +210,75 @@ class Rollback(Responder):
         """Take back what `state_dict` returned."""
         self._budget.load_state_dict(state)
 
-    def _take(self, run: Run) -> Finding | None:
-        found = run.health.scan()
-        if found:
-            evidence = Evidence(
-                kind=Kind.NONFINITE_PARAMETER if "parameters" in found else Kind.NONFINITE_STATE,
+    def _choose(self, doubtful: set[int]) -> tuple[Snapshot, list[int]]:
+        """Return the snapshot to go back to, and the steps of those that are passed over for their looks."""
+        good = self._ring.good
+        last = len(good) - (1 if self._past_trouble or len(good) == 1 else 2)
+        for index in range(last, -1, -1):
+            if good[index].step not in doubtful:
+                return good[index], [snapshot.step for snapshot in good[index + 1 : last + 1]]
+        return good[last], []
+
+    def _take(self, run: Run) -> list[Finding]:
+        """Take a snapshot, and have its soundness settled before the loop goes on."""
+        if self.confirm_after == 0 and self._past_trouble:  # it is good at once: look first
+            evidence = self._look(run)
+            if evidence is not None:
+                value = torch.tensor(True)
+                return [
+                    Finding(kind=evidence.kind, value=value, action=evidence.action, confirm=lambda: evidence)
+                ]
+            self._promote(run.capture(norms=run.health.norms()), run)
+            return []
+        norms = run.health.norms()
+        self._ring.add(run.capture(norms=norms))
+        on_device = [norm for norm in norms.values() if norm.device == run.host.device]
+        on_host = [float(norm) for norm in norms.values() if norm.device.type == "cpu"]
+        finite = all(map(math.isfinite, on_host))  # for those nobody need wait for the device
+        total = torch.stack(on_device).sum() if finite and on_device else torch.tensor(not finite)
+        return [
+            Finding(
+                kind=Kind.NONFINITE_STATE,
+                value=total,
                 action=Action.ROLLBACK,
-                message=f"no snapshot can be taken: non-finite values in {in_words(found)}",
-                tensors=tuple(entry for part in found.values() for entry in part),
+                confirm=lambda: self._look(run),
             )
-            value = torch.tensor(True)
-            return Finding(kind=evidence.kind, value=value, action=evidence.action, confirm=lambda: evidence)
-        if not self._past_trouble and len(self._candidates) >= self.keep:
-            self._candidates.popleft()
-        candidate = _Candidate(run.capture())
-        if self.confirm_after == 0 and self._past_trouble:
-            self._promote(candidate.snapshot)
-        else:
-            self._candidates.append(candidate)
-        return None
+        ]
 
-    def _tidy_up(self) -> None:
-        """Delete the older snapshots on disk, one agreement after the newest was written.
+    @staticmethod
+    def _look(run: Run) -> Evidence | None:
+        found = run.health.scan()
+        if not found:
+            return None
+        return Evidence(
+            kind=Kind.NONFINITE_PARAMETER if "parameters" in found else Kind.NONFINITE_STATE,
+            action=Action.ROLLBACK,
+            message=f"no snapshot can be taken: non-finite values in {in_words(found)}",
+            tensors=tuple(entry for part in found.values() for entry in part),
+        )
 
-        Not before, as another rank may die before it has written its part of the newest: then the one
-        before is the newest that all ranks have.
-        """
-        if self._run is not None and not self._tidy:
-            self._run.keep_on_disk(self.on_disk)
-            self._tidy = True
+    def _of_the_disk(self, run: Run) -> list[Finding]:
+        """Say what could not be saved, until all ranks have heard of it."""
+        self._unsaved.update(run.states.failures())
+        if not self._unsaved:
+            return []
+        evidence = Evidence(
+            kind=Kind.CUSTOM,
+            action=Action.WARN,
+            message=f"{'; '.join(self._unsaved.values())}; until the disk takes them again, known-good "
+            "states are in memory only",
+            details={"unsaved": [list(mark) for mark in self._unsaved], "subject": str(max(self._unsaved))},
+        )
+        value = torch.tensor(True)
+        return [Finding(kind=evidence.kind, value=value, action=evidence.action, confirm=lambda: evidence)]
 
     @property
     def _past_trouble(self) -> bool:
         """False while the run repeats steps that led to a rollback: its snapshots may lead there too."""
         return self._failed_until < 0
 
-    def _promote(self, snapshot: Snapshot) -> None:
-        self._good.append(snapshot)
-        del self._good[: -self.keep]
-        if self._run is None:
-            return
-        self._run.known_good = snapshot
+    def _promote(self, snapshot: Snapshot, run: Run) -> None:
+        self._ring.promote(snapshot)
+        run.known_good = snapshot
         if self.on_disk and snapshot.step:
-            self._run.save(snapshot)
-            self._tidy = False
+            run.states.save(snapshot, now=run.iteration)

@@ -12,7 +12,9 @@ from gradsentinel import events
 from gradsentinel.callback import Callback
 from gradsentinel.decision import Action
 from gradsentinel.errors import ConfigurationError
+from gradsentinel.histogram import Histogram
 from gradsentinel.incident import Incident
+from gradsentinel.run import Run
 
 _LAYOUT = {
     "GradSentinel": {
@@ -51,6 +53,9 @@ class TensorBoardCallback(Callback):
     _silent: bool = field(default=False, init=False, repr=False)
     """True on the ranks that leave the writing to rank 0."""
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False)
+    _run: Run | None = field(default=None, init=False, repr=False)
+    _published: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    """The attempted step of each number that other callbacks publish, as written last."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -68,6 +73,7 @@ class TensorBoardCallback(Callback):
         self._silent = event.run.consensus.rank > 0
         if self._silent:
             return
+        self._run = event.run
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional dependency
 
@@ -79,6 +85,7 @@ class TensorBoardCallback(Callback):
         if self._writer is None:
             return
         self._counts["scaler_skips"] += event.scaler_skipped
+        self._write_published()
         if event.step % self.every and event.action is Action.CONTINUE:
             return
         numbers = {"loss": event.loss, "grad_norm": event.grad_norm, "loss_scale": event.loss_scale}
@@ -105,6 +112,7 @@ class TensorBoardCallback(Callback):
 
     def on_run_end(self, event: events.RunEnd) -> None:
         """Close what was opened here."""
+        self._write_published()
         if self._own is not None:
             self._own.close()
         elif self._writer is not None:
@@ -115,6 +123,36 @@ class TensorBoardCallback(Callback):
         if self._silent:
             return None
         return self.writer if self.writer is not None else self._own
+
+    def _write_published(self) -> None:
+        """Write what other callbacks measured on steps of their own choice, once."""
+        if self._run is None or self._writer is None:
+            return
+        for name, (step, value) in self._run.metrics.items():
+            if step > self._published.get(name, -1) and math.isfinite(value):
+                self._writer.add_scalar(f"gradsentinel/{name}", value, step)
+                self._published[name] = step
+        for name, (step, histogram) in self._run.histograms.items():
+            if step > self._published.get(name, -1):
+                self._write_histogram(f"gradsentinel/{name}", histogram, step)
+                self._published[name] = step
+
+    def _write_histogram(self, tag: str, histogram: Histogram, step: int) -> None:
+        """Write the powers of two that occur; TensorBoard's own buckets would put them all into one."""
+        limits, counts = histogram.log2()
+        if not limits:
+            return
+        self._writer.add_histogram_raw(
+            tag,
+            min=limits[0] - 1,
+            max=limits[-1],
+            num=sum(counts),
+            sum=sum((limit - 0.5) * count for limit, count in zip(limits, counts, strict=True)),
+            sum_squares=sum((limit - 0.5) ** 2 * count for limit, count in zip(limits, counts, strict=True)),
+            bucket_limits=limits,
+            bucket_counts=counts,
+            global_step=step,
+        )
 
     def _show(self, incident: Incident) -> None:
         self._writer.add_text("gradsentinel/incident", markdown(incident), incident.iteration)
@@ -141,7 +179,7 @@ def markdown(incident: Incident) -> str:
     if incident.microbatch is not None:
         lines.append(f"| micro-batch | {incident.microbatch} |")
     if incident.ranks:
-        lines.append(f"| ranks | {', '.join(str(rank.rank) for rank in incident.ranks)} |")
+        lines.append(f"| ranks | {incident.who.split(' ', 1)[1]} |")
     if incident.tensors:
         lines += ["", "| tensor | non-finite | elements | norm |", "|---|---|---|---|"]
         lines += [f"| {t.name} | {t.nonfinite} | {t.numel} | {t.norm:.4g} |" for t in incident.tensors[:10]]

@@ -1,0 +1,364 @@
+"""Bad data: found when it enters the model, and named by record."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsentinel import events
+from gradsentinel.callback import Comparer
+from gradsentinel.callbacks.batch_evidence import (
+    evidence_of,
+    evidence_of_oddities,
+    facts_of_failure,
+    faults_of,
+)
+from gradsentinel.callbacks.batch_fields import Reader, checked_ranges, is_empty, tables_of
+from gradsentinel.callbacks.batch_habits import Habits, Oddity
+from gradsentinel.callbacks.batch_meter import (
+    BEYOND,
+    EMPTY,
+    NONFINITE,
+    OUT_OF_RANGE,
+    UNSELECTED,
+    Meter,
+    Reading,
+)
+from gradsentinel.callbacks.batch_share import Share
+from gradsentinel.decision import Action, Kind
+from gradsentinel.errors import ConfigurationError, TrainingAborted
+from gradsentinel.evidence import Evidence, Finding
+from gradsentinel.mailbox import Letter, Mailbox
+from gradsentinel.replicas import ReplicaGroup
+from gradsentinel.run import Run
+
+logger = logging.getLogger("gradsentinel")
+
+_HARMLESS = "loss and gradients are finite all the same, and the step was made"
+_ON_PURPOSE = "; if it is meant so, name the field in allow_nonfinite="
+
+
+@dataclass(slots=True)
+class _Look:
+    """What was seen of a micro-batch."""
+
+    step: int
+    microbatch: int
+    batch: Any
+    bad: Tensor | None = None
+    """0-dim bool on the run's device: is something wrong that may spoil the step? None: nothing is."""
+    empty: bool = False
+    letters: list[tuple[Reading, Mailbox, Letter]] = field(default_factory=list)
+
+    def arrived(self) -> bool:
+        """Return True if its numbers can be read."""
+        return all(letter.arrived() for _, _, letter in self.letters)
+
+
+@dataclass(kw_only=True)
+class BatchCallback(Comparer):
+    """Looks at each micro-batch before the model does, and drops the step that bad data spoils.
+
+    Wrong by itself: NaN and Inf, numbers outside of `ranges`, labels that are all ignored, records that
+    are masked from end to end, a batch with nothing in it. The step is dropped if its loss or gradients are
+    not finite then (of numbers outside of given ranges, always); else it is told once, for the model copes
+    with it. Unusual, and only told: values far above what was usual, a mean that has moved, a field that
+    has become constant, the same batch again, records that are copies of each other, and with several
+    ranks a rank that sees far less or more than the others. Needs `sentinel.steps()`. Called on: every rank.
+    """
+
+    action: Action | str = Action.SKIP
+    """The cheapest recovery to try when bad data spoils a step: skip, retry, rollback, abort, or warn."""
+    ranges: Mapping[str, tuple[int, int]] | None = None
+    """Lawful integers by field, from the first number to below the second: `{"input_ids": (0, 50257)}`. In
+    fields of labels `ignore_index` is lawful too. A field is named as in the batch; by its path if nested."""
+    ignore_index: int = -100
+    """The label that the loss leaves out."""
+    allow_nonfinite: Collection[str] = ()
+    """Paths of fields that hold NaN or Inf on purpose, for missing values."""
+    statistics_every: int = 1
+    """Compare every so many micro-batches with those before; 0: never."""
+    warmup: int = 20
+    """So many micro-batches are looked at before any is called unusual."""
+    limit: float = 8.0
+    """Standard deviations above which a size or a mean is unusual; a size also has to be eightfold."""
+    compare_every: int = 100
+    """Compare what the ranks see after every so many steps; 0: never."""
+    _run: Run | None = field(default=None, init=False, repr=False)
+    _reader: Reader = field(init=False, repr=False)
+    _meter: Meter = field(init=False, repr=False)
+    _habits: Habits = field(init=False, repr=False)
+    _mailboxes: dict[torch.device, Mailbox] = field(default_factory=dict, init=False, repr=False)
+    _looks: list[_Look] = field(default_factory=list, init=False, repr=False)
+    """The micro-batches of the step in flight."""
+    _waiting: deque[_Look] = field(default_factory=deque, init=False, repr=False)
+    """Micro-batches whose numbers are to be judged when it is known how their step went."""
+    _told: set[tuple[str, str]] = field(default_factory=set, init=False, repr=False)
+    """What the model copes with: fault and field."""
+    _allowed: set[str] = field(default_factory=set, init=False, repr=False)
+    _number: int = field(default=0, init=False, repr=False)
+    _in_flight: bool = field(default=False, init=False, repr=False)
+    _share: Share = field(default_factory=Share, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.action = Action.parse(self.action)
+        if self.action is Action.CONTINUE:
+            raise ConfigurationError(
+                "action='continue' would do nothing; leave the callback out, or use warn"
+            )
+        if isinstance(self.allow_nonfinite, str):
+            raise ConfigurationError("allow_nonfinite is a list of fields, not one string")
+        ranges = self.ranges = checked_ranges(self.ranges or {})
+        self.allow_nonfinite = tuple(self.allow_nonfinite)
+        if self.statistics_every < 0 or self.compare_every < 0:
+            raise ConfigurationError("statistics_every and compare_every are 1 or more, or 0 for never")
+        if self.warmup < 3:
+            raise ConfigurationError(f"warmup={self.warmup}: of fewer than 3 batches nothing is usual")
+        if not self.limit > 0:
+            raise ConfigurationError(f"limit={self.limit} must be above 0")
+        self._allowed = set(self.allow_nonfinite)
+        self._reader = Reader(ranges, {})
+        self._meter = Meter(self.ignore_index)
+        self._habits = Habits(warmup=self.warmup, limit=self.limit)
+
+    def norm_bound(self) -> float:
+        """Return infinity: before the clip a finite norm passes."""
+        return math.inf
+
+    def on_run_start(self, event: events.RunStart) -> None:
+        """See what the model can look up."""
+        self._run = event.run
+        self._reader = Reader(self.ranges or {}, tables_of(event.run.host.modules()))
+        self._share.several = event.run.consensus.world_size > 1
+
+    # -- in the step: nothing waits --------------------------------------------------------------------
+
+    def on_batch(self, event: events.Batch) -> Sequence[Finding]:
+        """Measure the batch; report numbers outside of the ranges that were given."""
+        if event.microbatch == 0:
+            self._looks = []
+        self._in_flight = True
+        fields = self._reader.read(event.batch)
+        look = _Look(event.step, event.microbatch, event.batch, empty=is_empty(event.batch, fields))
+        self._looks.append(look)
+        self._waiting.append(look)
+        self._hint([one.path for one, _ in fields])
+        self._share.count(event.batch, fields, self.ignore_index)
+        if look.empty:
+            look.bad = self._here(torch.ones((), dtype=torch.bool))
+        if look.empty or not fields:
+            return []
+        due = self.statistics_every and self._number % self.statistics_every == 0
+        self._number += 1
+        outside: list[Tensor] = []
+        for reading in self._meter.measure(fields, allowed=self._allowed, statistics=bool(due)):
+            look.letters.append((reading, *self._post(reading.sheet)))
+            look.bad = _either(look.bad, None if reading.bad is None else self._here(reading.bad))
+            outside += reading.outside
+        confirm = self._confirming([look], only=OUT_OF_RANGE)
+        flags = [flag for flag in map(self._here, outside) if flag is not None]
+        return [self._finding(flag, confirm, look.microbatch) for flag in flags]
+
+    def on_after_backward(self, event: events.AfterBackward) -> Finding | None:
+        """Report the batch if something is wrong with it and the loss is not finite."""
+        look = next((look for look in self._looks if look.microbatch == event.microbatch), None)
+        if look is None or look.bad is None or event.loss is None:
+            return None
+        return self._finding(_where(look.bad, event.loss), self._confirming([look]), look.microbatch)
+
+    def on_before_clip(self, event: events.BeforeClip) -> Finding | None:
+        """Report the batches if something is wrong with one and the gradients are not finite."""
+        looks = [look for look in self._looks if look.bad is not None]
+        bad = reduce(_either, (look.bad for look in looks), None)
+        if bad is None or event.loss_scale is not None:  # the scaler drops such a step itself
+            return None
+        return self._finding(_where(bad, event.gradients.total_norm), self._confirming(looks), None)
+
+    def _post(self, sheet: Tensor) -> tuple[Mailbox, Letter]:
+        mailbox = self._mailboxes.setdefault(sheet.device, Mailbox(sheet.device))
+        return mailbox, mailbox.post(sheet)
+
+    def _here(self, flag: Tensor) -> Tensor | None:
+        """Return a flag on the run's device; one in host memory is read, which waits for nothing."""
+        device = self._run.host.device if self._run is not None else flag.device
+        if flag.device.type == "cpu" and device.type != "cpu" and not bool(flag):
+            return None
+        return flag.to(device, non_blocking=True)
+
+    def _finding(
+        self, value: Tensor, confirm: Callable[[], Evidence | None], microbatch: int | None
+    ) -> Finding:
+        return Finding(
+            kind=Kind.NONFINITE_INPUT,
+            value=value,
+            action=Action.parse(self.action),
+            confirm=confirm,
+            microbatch=microbatch,
+        )
+
+    # -- on the host -----------------------------------------------------------------------------------
+
+    def _confirming(
+        self, looks: Sequence[_Look], *, only: str | None = None
+    ) -> Callable[[], Evidence | None]:
+        """Return what names the faults of the first of these micro-batches that has any."""
+
+        def confirm() -> Evidence | None:
+            for look in looks:
+                faults = faults_of(
+                    look.batch, self._reader, ignore_index=self.ignore_index, allowed=self._allowed
+                )
+                faults = [fault for fault in faults if only in {None, fault.mark}]
+                if faults:
+                    return evidence_of(faults, look.batch, Action.parse(self.action), look.microbatch)
+            return None
+
+        return confirm
+
+    def on_after_step(self, event: events.AfterStep) -> Sequence[Finding]:
+        """Judge what was measured, as far as it has arrived: what the model coped with, what is unusual."""
+        self._in_flight = False
+        self._share.steps += 1
+        findings = []
+        while self._waiting and self._waiting[0].step <= event.step and self._waiting[0].arrived():
+            look = self._waiting.popleft()
+            marks, odd = self._read(look, learn=event.applied)
+            if marks and _was_fine(event):
+                findings.append(_warning(self._coped(look, marks)))
+            if odd:
+                findings.append(_warning(_told_of(odd, look)))
+        return findings
+
+    def on_recovery(self, event: events.RecoveryEvent) -> None:
+        """Forget what was learnt of steps that are taken back."""
+        if event.recovery.step is not None:
+            self._habits.forget_from(event.recovery.step)
+            self._waiting.clear()
+
+    def on_run_end(self, event: events.RunEnd) -> None:
+        """Say what is wrong with the batch that the program failed on: a look-up fails on bad numbers."""
+        if not (self._in_flight and self._looks and isinstance(event.error, Exception)):
+            return
+        if isinstance(event.error, TrainingAborted):
+            return
+        look = self._looks[-1]
+        for fact in facts_of_failure(
+            event.error, look.batch, self._reader, ignore_index=self.ignore_index, allowed=self._allowed
+        ):
+            text = f"step {look.step}, micro-batch {look.microbatch}: bad data: {fact}"
+            logger.error(text)
+            if hasattr(event.error, "add_note"):
+                event.error.add_note(f"gradsentinel: {text}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what batches usually are like."""
+        return {"habits": self._habits.state_dict(), "told": sorted(map(list, self._told))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._habits.load_state_dict(state["habits"])
+        self._told = {(mark, path) for mark, path in state["told"]}
+        self._allowed |= {path for mark, path in self._told if mark == NONFINITE}
+
+    def _read(self, look: _Look, *, learn: bool) -> tuple[list[tuple[str, str]], list[Oddity]]:
+        """Return the faults that were not told yet, and what is unusual."""
+        marks = [(EMPTY, "")] if look.empty else []
+        odd: list[Oddity] = []
+        for reading, mailbox, letter in look.letters:
+            sheet = letter.read()
+            mailbox.take_back(letter)
+            marks += reading.marks(sheet)
+            rows = reading.rows(sheet)
+            if learn and rows is not None:
+                odd += self._habits.judge(look.step, reading.statistics(sheet), rows)
+        silent = {UNSELECTED, OUT_OF_RANGE}  # no fault by itself; told at once
+        return [mark for mark in marks if mark not in self._told and mark[0] not in silent], odd
+
+    def _coped(self, look: _Look, marks: Sequence[tuple[str, str]]) -> Callable[[], Evidence | None]:
+        """Return what tells of faults that did no harm, once each."""
+        self._told.update(marks)
+        self._allowed |= {path for mark, path in marks if mark == NONFINITE}
+        allowed = set(self.allow_nonfinite)
+
+        def confirm() -> Evidence | None:
+            found = faults_of(
+                look.batch,
+                self._reader,
+                ignore_index=self.ignore_index,
+                allowed=allowed,
+                guessed=any(mark == BEYOND for mark, _ in marks),
+            )
+            faults = [fault for fault in found if (fault.mark, fault.path) in marks]
+            note = _HARMLESS + (_ON_PURPOSE if any(fault.mark == NONFINITE for fault in faults) else "")
+            return evidence_of(faults, look.batch, Action.WARN, look.microbatch, note) if faults else None
+
+        return confirm
+
+    def _hint(self, paths: Sequence[str]) -> None:
+        """Say once which names in `ranges` the first batch has not."""
+        if self._reader.unused:
+            logger.warning(
+                "ranges= names %s, which the first batch does not have; its fields are %s",
+                ", ".join(map(repr, sorted(self._reader.unused))),
+                ", ".join(map(repr, paths)) or "none",
+            )
+            self._reader.unused.clear()
+
+    # -- what the ranks see ----------------------------------------------------------------------------
+
+    def compares(self, step: int) -> bool:
+        """Return True after every `compare_every`-th step, if there are other ranks."""
+        return bool(self._share.several and self.compare_every and (step + 1) % self.compare_every == 0)
+
+    def width(self, group: ReplicaGroup) -> int:
+        """Return 0: nothing has to be equal."""
+        return 0
+
+    def fingerprints(self, group: ReplicaGroup) -> Tensor:
+        """Return nothing that has to be equal."""
+        return torch.zeros(0, dtype=torch.int64, device=self._run.host.device if self._run else None)
+
+    def differing(self, step: int, group: ReplicaGroup, places: Sequence[int], own: int) -> None:
+        """Never called: nothing has to be equal."""
+
+    def standing(self) -> Tensor | None:
+        """Return the logarithm of what this rank saw per step."""
+        return self._share.standing()
+
+    def compared(self, step: int, own: float, others: tuple[float, float]) -> Finding | None:
+        """Warn if this rank sees far less or more than the others."""
+        message = self._share.unfair(own, others)
+        if message is None:
+            return None
+        return Finding(kind=Kind.CUSTOM, value=torch.tensor(True), action=Action.WARN, message=message)
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one | other
+
+
+def _where(bad: Tensor, value: Tensor) -> Tensor:
+    """The value if the batch is bad, else 0; 0-dim, no wait."""
+    return torch.where(bad.to(value.device), value.detach().reshape(()), 0.0)
+
+
+def _was_fine(event: events.AfterStep) -> bool:
+    return event.applied and math.isfinite(event.grad_norm) and math.isfinite(event.loss or 0.0)
+
+
+def _warning(confirm: Callable[[], Evidence | None]) -> Finding:
+    return Finding(kind=Kind.CUSTOM, value=torch.tensor(True), action=Action.WARN, confirm=confirm)
+
+
+def _told_of(odd: Sequence[Oddity], look: _Look) -> Callable[[], Evidence | None]:
+    return lambda: evidence_of_oddities(odd, look.batch, look.microbatch)

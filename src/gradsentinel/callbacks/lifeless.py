@@ -1,0 +1,147 @@
+"""Gradients that do not live: layers that get nothing but zeros, gradients that are never written anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gradsentinel.callbacks.looks import Measured
+from gradsentinel.decision import Action, Kind
+from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
+from gradsentinel.incident import fold
+
+_LEAST = 8
+"""Layers and pieces with fewer elements are left alone: a single bias may well have a constant gradient."""
+_LONGER = 4
+"""What has paused before, such as an expert without tokens, is dead after so many times its longest pause."""
+_DEAD = (
+    "look for a detached tensor, an activation that is always in its flat part, or a branch that is not used",
+    "if the gradients underflow (statistics/underflow is high), raise the loss scale or use bfloat16",
+    "freeze it (requires_grad_(False)) if it is not to learn",
+)
+_STUCK = (
+    "look for a gradient that is no longer written: a hook, an asynchronous reduction, a reused buffer",
+    "look whether the loader gives the same batch again and again",
+)
+
+
+class Lifeless:
+    """Counts in how many looks in a row a layer was dead, or a piece had the very same bits; warns once.
+
+    A layer is what a module holds itself. It is dead if the gradients of all its parameters are zero: that of
+    one may be by construction (a bias whose terms cancel, a factor that begins at zero).
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._zero_steps = 0
+        """Steps in a row in which every gradient was zero."""
+        self._dead: dict[str, int] = {}
+        """Looks in a row in which a layer was dead."""
+        self._pauses: dict[str, int] = {}
+        """The most looks in a row after which a layer lived again."""
+        self._stuck: dict[str, tuple[int, int]] = {}
+        """The bits of a piece that is not zero, and in how many looks in a row it had them."""
+
+    def step(self, norm: float) -> list[Finding]:
+        """Take the global norm of a step that was made in."""
+        self._zero_steps = self._zero_steps + 1 if norm == 0.0 else 0
+        if self._zero_steps != self._patience:
+            return []
+        return [_warning(f"every gradient has been zero in {self._patience} steps in a row", (), None, _DEAD)]
+
+    def dead(self, norms: Mapping[str, float], sizes: Mapping[str, int]) -> list[Finding]:
+        """Take the norms of a look in; warn of the layers that are dead for long enough with this one.
+
+        Args:
+            norms: by parameter, of those that have a gradient and are whole on this rank.
+            sizes: the numbers of elements, by parameter.
+        """
+        layers: dict[str, list[str]] = {}
+        for name in norms:
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+        found = []
+        for layer, names in layers.items():
+            alive = any(norms[name] != 0.0 for name in names)
+            if alive or sum(sizes.get(name, 0) for name in names) < _LEAST:
+                pause = self._dead.pop(layer, 0)
+                if pause:
+                    self._pauses[layer] = max(pause, self._pauses.get(layer, 0))
+                continue
+            looks = self._dead[layer] = self._dead.get(layer, 0) + 1
+            if looks == max(self._patience, _LONGER * self._pauses.get(layer, 0)):
+                found.append(layer)
+        if not found:
+            return []
+        members = [name for layer in found for name in layers[layer]]
+        message = (
+            f"no gradient reaches {fold(found)}: those of all {len(members)} parameters there were zero in "
+            f"the last {min(self._dead[layer] for layer in found)} looks"
+        )
+        tensors = [(name, sizes.get(name, 0), 0.0) for name in members]
+        return [_warning(message, tensors, found[0], _DEAD)]
+
+    def stuck(self, measured: Iterable[Measured], norms: Mapping[str, float]) -> list[Finding]:
+        """Take the pieces of a look in; warn of the parameters that have the same bits for long enough."""
+        found: dict[str, int] = {}
+        for one in measured:
+            piece = one.piece
+            key = f"{piece.name}:{piece.start}"
+            if len(piece) < _LEAST or one.counts[0] == sum(one.counts):
+                self._stuck.pop(key, None)
+                continue
+            bits, looks = self._stuck.get(key, (None, 0))
+            looks = looks + 1 if bits == one.bits else 1
+            self._stuck[key] = (one.bits, looks)
+            if looks == self._patience:
+                found[piece.name] = piece.whole
+        if not found:
+            return []
+        message = (
+            f"the gradient of {fold(list(found))} had the very same bits in the last {self._patience} looks, "
+            "which were in different steps"
+        )
+        tensors = [(name, size, norms.get(name, math.nan)) for name, size in found.items()]
+        return [_warning(message, tensors, next(iter(found)).rpartition(".")[0], _STUCK)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {
+            "zero_steps": self._zero_steps,
+            "dead": dict(self._dead),
+            "pauses": dict(self._pauses),
+            "stuck": {key: list(entry) for key, entry in self._stuck.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the counts back."""
+        self._zero_steps = int(state["zero_steps"])
+        self._dead = {name: int(looks) for name, looks in state["dead"].items()}
+        self._pauses = {name: int(looks) for name, looks in state["pauses"].items()}
+        self._stuck = {key: (int(bits), int(looks)) for key, (bits, looks) in state["stuck"].items()}
+
+
+def _warning(
+    message: str,
+    tensors: Sequence[tuple[str, int, float]],
+    module: str | None,
+    remedy: tuple[str, ...],
+) -> Finding:
+    """Return a finding of tensors by name, size and norm."""
+    evidence = Evidence(
+        kind=Kind.STAGNATION,
+        action=Action.WARN,
+        message=message,
+        tensors=tuple(
+            TensorEvidence(name=name, nonfinite=0, numel=size, norm=norm) for name, size, norm in tensors
+        ),
+        diagnosis=Diagnosis(
+            cause="unknown", confidence=0.0, phase="backward", module=module or None, remedy=remedy
+        ),
+    )
+    return Finding(
+        kind=evidence.kind, value=torch.tensor(True), action=evidence.action, confirm=lambda: evidence
+    )

@@ -1,0 +1,243 @@
+"""Computing a failed step again: a fault that does not come back costs nothing then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from gradsentinel import events
+from gradsentinel.callback import Detector
+from gradsentinel.callbacks.recomputing import NONFINITE, Recomputing
+from gradsentinel.decision import Action, Kind
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.evidence import Evidence, Finding
+from gradsentinel.incident import Incident, Outcome, Recovery
+from gradsentinel.recompute import Mark, Recomputed, knows_how, marks_of
+from gradsentinel.recovery import Budget
+from gradsentinel.run import Run
+
+_SAME = 1e-3
+"""Two computations of the same step differ by less than this, relatively, where a device is not exact."""
+_OTHER_LOSS = 1e-2
+"""Losses of the same micro-batch that differ by more than this, relatively, are not the same loss."""
+_IN_VAIN = 3
+"""So many overflows in a window that came back: the scaler is at its limit, as it should be."""
+_DOUBLE = math.log(2)
+_LEAST_SCALE = 1.0
+
+
+@dataclass(kw_only=True)
+class Retry(Recomputing, Detector):
+    """Computes a bad step again, from the same batch, random state and buffers; if it is finite now, uses it.
+
+    A transient fault then leaves no trace: the run goes on bit for bit as if it had not happened, and no
+    batch is lost. A finite spike counts as a fault if it is not there any more. Needs `forward=`. Hands
+    over when the fault comes back, when the budget is used up, and when computing again fails.
+    Called on: every rank.
+    """
+
+    rung: ClassVar[Action] = Action.RETRY
+    max_retries: int = 10
+    """So many steps within `window` may be saved; a device that fails more often is a matter for the next
+    rung."""
+    window: int = 1000
+    """Length of the window, in attempted steps."""
+    attempts: int = 2
+    """A step is computed again at most so often; only once if the very same comes out."""
+    overflows: bool = True
+    """With a GradScaler: also retry a step that overflows once the scaler has found its scale. An overflow
+    that comes back is left to the scaler, and so is any later one at such a scale."""
+    _budget: Budget = field(init=False, repr=False)
+    _in_vain: Budget = field(init=False, repr=False)
+    _last_loss: float = field(default=math.nan, init=False, repr=False)
+    """Of the last step that was applied."""
+    _found_scale: bool = field(default=False, init=False, repr=False)
+    """True once the GradScaler has let a step pass."""
+    _edge: float = field(default=math.inf, init=False, repr=False)
+    """The smallest loss scale known to be too large."""
+    _run: Run | None = field(default=None, init=False, repr=False)
+    """None if no step can be computed again here."""
+
+    def __post_init__(self) -> None:
+        if self.max_retries < 0 or self.window < 1 or self.attempts < 1:
+            raise ConfigurationError(
+                "max_retries must be 0 or more, window at least 1 step and attempts at least 1"
+            )
+        self._budget = Budget(self.max_retries, self.window)
+        self._in_vain = Budget(_IN_VAIN, self.window)
+
+    def norm_bound(self) -> float:
+        """Return infinity: all it looks at is the scaler's overflow, which every rank hears of anyway."""
+        return math.inf
+
+    def on_run_start(self, event: events.RunStart) -> None:
+        """Say so if no step can be computed again here."""
+        super().on_run_start(event)
+        self._run = event.run if knows_how(event.run) and not event.run.decides_late else None
+
+    def on_before_clip(self, event: events.BeforeClip) -> Finding | None:
+        """Suspect an overflow at a loss scale that is not known to be too large."""
+        if event.loss_scale is None or event.overflow is None or not (self.overflows and self._found_scale):
+            return None
+        if self._run is None or not self._affordable(self._run.iteration):
+            return None
+        scale, view = event.loss_scale, event.gradients
+        return Finding(
+            kind=Kind.LOSS_SCALE,
+            value=(event.overflow > 0).logical_and(scale < self._edge),
+            action=Action.RETRY,
+            confirm=lambda: Evidence(
+                kind=Kind.LOSS_SCALE,
+                action=Action.RETRY,
+                message=f"the gradients overflow, at a loss scale of {float(scale):g}",
+                tensors=view.evidence(),
+            ),
+        )
+
+    def on_after_step(self, event: events.AfterStep) -> None:
+        """Remember the loss, and learn which loss scales are too large."""
+        if event.applied and event.loss is not None:
+            self._last_loss = event.loss
+        scale = event.loss_scale
+        if scale is None:
+            return
+        if event.applied:
+            self._found_scale = True
+            self._edge = math.inf if scale >= self._edge else self._edge
+        elif event.scaler_skipped and (not self._found_scale or event.action is Action.WARN):
+            self._edge = min(self._edge, scale)
+
+    def respond(self, incident: Incident, run: Run) -> Recovery | None:
+        """Compute the step again until it is fine, or hand over."""
+        recovery = self._try(incident, run)
+        if recovery is None and self._suspected(incident):
+            return self._leave_to_scaler(run)  # without a retry, this would have been no incident
+        return recovery
+
+    def _try(self, incident: Incident, run: Run) -> Recovery | None:
+        if not self._budget.left(run.iteration):
+            incident.notes += (f"the budget of {self.max_retries} retries in {self.window} is used up",)
+            return None
+        if not self._ready(incident, run):
+            return None
+        before = marks_of(run)
+        for attempt in range(1, self.attempts + 1):
+            again = self._again(run)
+            if again.failure:
+                incident.notes += (again.failure,)
+                return None
+            if again.overflow and self._is_scalers(incident, run):
+                return self._leave_to_scaler(run)
+            same = run.consensus.all_of(_same(before, again.marks))
+            if again.finite and (incident.kind in NONFINITE or not same):
+                return self._use(again, attempt, incident, run)
+            if again.finite:
+                run.undo_step()  # as large as before: nobody may step with it
+            if same:
+                break
+        incident.notes += ("computed again, the step fails again: the fault is not transient",)
+        return None
+
+    def _use(self, again: Recomputed, attempt: int, incident: Incident, run: Run) -> Recovery | None:
+        strange = _other_losses(again, run)
+        likely = run.consensus.all_of(not strange or self._is_likely(again, run))
+        if strange > 1 or not likely:  # one fault does not change several losses, nor improve one
+            said = f"forward= gives another loss than the loop, in {strange} micro-batches"
+            incident.notes += (f"{said}: it has to compute exactly what the loop computes",)
+            run.undo_step()
+            return None
+        if strange:
+            incident.notes += ("the loss was another one too: the fault was in the forward pass",)
+        if not run.consensus.all_of(again.draws_alike):
+            incident.notes += (
+                "forward= drew other random numbers than the loop, which goes on from where its own step was",
+            )
+        self._budget.spend(run.iteration)
+        left = self._budget.left(run.iteration)
+        incident.details["retry"] = {
+            "attempts": attempt,
+            "loss": again.loss,
+            "grad_norm": again.grad_norm,
+        }
+        return Recovery(
+            outcome=Outcome.RETRIED,
+            apply=True,
+            message=f"computed again and finite, nothing is lost ({left} of {self.max_retries} retries left)",
+        )
+
+    def _is_likely(self, again: Recomputed, run: Run) -> bool:
+        """Say whether the second loss may be the right one, by that of the last step; True if unknown."""
+        seen = [float(done.loss) for done in run.scene.passes if done.loss is not None]
+        first = sum(seen) / len(seen) if seen else math.nan
+        losses = (self._last_loss, first, again.loss or math.nan)
+        if not all(0 < loss < math.inf for loss in losses):
+            return True
+        last, one, other = map(math.log, losses)
+        return not (abs(one - last) < _DOUBLE < abs(other - last))
+
+    def _is_scalers(self, incident: Incident, run: Run) -> bool:
+        """Say whether an overflow is the GradScaler's search for a scale, which ends in a dropped step."""
+        if incident.kind is Kind.LOSS_SCALE and not self._suspected(incident):
+            return False  # it has collapsed
+        scale = getattr(getattr(run.host, "scaler", None), "_scale", None)
+        return scale is not None and float(scale) > _LEAST_SCALE
+
+    def _suspected(self, incident: Incident) -> bool:
+        """Say whether the incident is an overflow that nobody but this callback minds."""
+        return incident.kind is Kind.LOSS_SCALE and incident.detector.partition("#")[0] == type(self).__name__
+
+    def _leave_to_scaler(self, run: Run) -> Recovery:
+        self._in_vain.spend(run.iteration)
+        return Recovery(
+            outcome=Outcome.REPORTED,
+            apply=True,
+            overflow=True,
+            message="the overflow is left to the GradScaler, which drops the step and lowers its scale",
+        )
+
+    def _affordable(self, iteration: int) -> bool:
+        return bool(self._budget.left(iteration) and self._in_vain.left(iteration))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was spent in the window, and the last loss scale that was fine."""
+        return {
+            "budget": self._budget.state_dict(),
+            "in_vain": self._in_vain.state_dict(),
+            "found_scale": self._found_scale,
+            "edge": self._edge,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._budget.load_state_dict(state["budget"])
+        self._in_vain.load_state_dict(state["in_vain"])
+        self._found_scale, self._edge = state["found_scale"], state["edge"]
+
+
+def _same(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> bool:
+    """Say whether two computations gave the same gradients, as far as norms and peaks tell."""
+    return before.keys() == after.keys() and all(
+        _close(one, other)
+        for name, mark in before.items()
+        for one, other in zip(mark, after[name], strict=True)
+    )
+
+
+def _close(one: float, other: float) -> bool:
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) <= _SAME * max(abs(one), abs(other))
+    return math.isfinite(one) == math.isfinite(other)  # which of NaN and Inf it is differs between devices
+
+
+def _other_losses(again: Recomputed, run: Run) -> int:
+    """Count the micro-batches, on all ranks, whose loss was finite in the loop and is another one now."""
+    seen = [done.loss for done in run.scene.passes if done.loss is not None]
+    pairs = [(float(one), float(two)) for one, two in zip(seen, again.losses, strict=False)]
+    odd = sum(
+        math.isfinite(one) and abs(one - two) > _OTHER_LOSS * max(abs(one), abs(two)) for one, two in pairs
+    )
+    return int(run.consensus.total(torch.tensor([float(odd)])))

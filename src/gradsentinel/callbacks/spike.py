@@ -1,0 +1,344 @@
+"""Loss and gradient norm against their own past: spikes, explosions, divergence."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsentinel import events
+from gradsentinel.bands import Band, History, Robust, Rule, Sigma
+from gradsentinel.baseline import Baseline
+from gradsentinel.callback import Detector
+from gradsentinel.callbacks.groups import GROUPINGS, GroupNorms
+from gradsentinel.callbacks.outliers import WORDS, Outlier, Past, evidence_of
+from gradsentinel.callbacks.players import player_of
+from gradsentinel.callbacks.signals import Sight, largest, loss_of, score_of, share_of, wide
+from gradsentinel.decision import Action, Kind
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.evidence import Evidence, Finding
+from gradsentinel.run import Run
+
+RULES = ("robust", "sigma", "history")
+_SIGNALS = ("grad_norm", "loss")
+_FLOORS = {"loss": 1.2, "grad_norm": 3.0}
+"""Less than so many times the usual value is no spike, however steady a series is."""
+_YOUTH = 2.5
+"""Of a young run's gradient norm so many times as much."""
+_NEGLIGIBLE = 0.05
+"""A loss below this share of what the run began with harms nothing: a model that has learnt its data by heart
+meets a hard sample now and then."""
+_LEARNT = 1.4
+"""Its gradients too have a heavy tail then: so many times the limit for the norm."""
+_CEILING = 30.0
+"""A loss so many times what the run began with has diverged, however gently."""
+_IN_FLIGHT = 8
+"""So many steps whose outcome is not known yet are remembered."""
+
+
+@dataclass(kw_only=True)
+class SpikeCallback(Detector):
+    """Finds losses and gradient norms that are far from what this run has shown so far.
+
+    A spike is reported (`action`); an explosion, a hundred times as far out, is dropped before it lands
+    (`explosion_action`). What counts as far is learnt from healthy steps alone: see `gradsentinel.baseline`.
+    Each of several optimizers that take turns, as in a GAN, has statistics of its own. The comparison is
+    made on the device; the statistics are fed with the numbers that the sentinel reads anyway. Called on:
+    every rank, each with its own losses.
+    """
+
+    action: Action | str = Action.WARN
+    """What to do about a spike: warn reports it and lets the (clipped) step through, retry, skip, rollback
+    and abort act."""
+    explosion_action: Action | str = Action.RETRY
+    """What to do about an explosion; retry falls through to skip where there is no Retry."""
+    rule: str = "robust"
+    """robust: median and MAD of the logarithm, along the trend; sigma: mean plus and minus `sigmas` standard
+    deviations; history: `times` the largest value of the window."""
+    limit: float = 4.0
+    """Of the robust rule: so many standard deviations; up to a third more where the series' own tail is
+    heavy, and twice as many where it climbs step by step."""
+    sigmas: float = 3.0
+    """Of the sigma rule."""
+    times: float = 10.0
+    """Of the history rule."""
+    window: int = 128
+    """So many healthy steps are compared with."""
+    warmup: int = 20
+    """With fewer healthy steps than this only explosions are found: a thousand times the largest value so
+    far, from the third step on."""
+    patience: int = 8
+    """So many steps in a row outside, and not growing, are a new level and accepted; four times as many in
+    any case."""
+    explosion: float | None = 100.0
+    """So many times beyond the bound of a spike is an explosion; None: nothing is."""
+    loss: bool = True
+    """Watch the loss, the mean over the micro-batches of this rank."""
+    grad_norm: bool = True
+    """Watch the global gradient norm before clipping."""
+    groups: str | None = None
+    """Watch the gradient norm of each parameter or layer too ('parameter', 'layer'), by running mean and
+    deviation of the logarithm on the device; about 40 launches a step."""
+    group_limit: float = 6.0
+    """Standard deviations for those: there are many of them."""
+    _run: Run | None = field(default=None, init=False, repr=False)
+    _series: dict[str, dict[str, Baseline]] = field(default_factory=dict, init=False, repr=False)
+    """By player and signal."""
+    _grouped: dict[str, GroupNorms] = field(default_factory=dict, init=False, repr=False)
+    _sights: dict[int, Sight] = field(default_factory=dict, init=False, repr=False)
+    _shown: dict[tuple[str, str], Band] = field(default_factory=dict, init=False, repr=False)
+    """The bounds that were published last."""
+    _past: deque[Past] = field(default_factory=lambda: deque(maxlen=64), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.action = Action.parse(self.action)
+        self.explosion_action = Action.parse(self.explosion_action)
+        if Action.CONTINUE in {self.action, self.explosion_action}:
+            raise ConfigurationError(
+                "action='continue' would do nothing; leave the callback out, or use warn"
+            )
+        if self.rule not in RULES:
+            raise ConfigurationError(f"unknown rule {self.rule!r}; choose one of: {', '.join(RULES)}")
+        if self.groups is not None and self.groups not in GROUPINGS:
+            raise ConfigurationError(f"groups={self.groups!r}; choose one of: {', '.join(GROUPINGS)}, None")
+        if not (self.loss or self.grad_norm or self.groups):
+            raise ConfigurationError("nothing to watch: set loss, grad_norm or groups")
+        for name in ("limit", "sigmas", "group_limit"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} is a number of deviations, above 0")
+        if not self.times > 1 or (self.explosion is not None and not self.explosion > 1):
+            raise ConfigurationError("times and explosion are factors above 1")
+        if self.warmup < 3 or self.patience < 2 or self.window < self.warmup:
+            raise ConfigurationError(
+                f"warmup={self.warmup} must be at least 3 steps, window={self.window} at least as many, and "
+                f"patience={self.patience} at least 2"
+            )
+
+    def warm_start(
+        self, *, losses: Iterable[float] = (), grad_norms: Iterable[float] = (), player: str = "all"
+    ) -> None:
+        """Learn from an earlier run's numbers, oldest first, so that there is no warm-up.
+
+        `player` names the optimizers of several that take turns by their numbers ("0", "1").
+        """
+        for name, values in (("loss", losses), ("grad_norm", grad_norms)):
+            baseline = self._baseline(player, name)
+            for value in values:
+                baseline.learn(-1, float(value))
+
+    def on_run_start(self, event: events.RunStart) -> None:
+        """Remember the run."""
+        self._run = event.run
+
+    def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
+        """Compare loss and norm with what is expected, on the device."""
+        run = self._run
+        if run is None:
+            return ()
+        sight = Sight(
+            step=event.step,
+            player=player_of(run),
+            view=event.gradients,
+            losses=event.losses,
+            overflow=event.overflow,
+        )
+        self._sights[event.step] = sight
+        if len(self._sights) > _IN_FLIGHT:
+            del self._sights[next(iter(self._sights))]
+        findings = self._compare(event, sight)
+        if self.groups is not None and len(event.gradients):
+            grouped = self._grouped.get(sight.player)
+            if grouped is None:
+                grouped = self._grouped[sight.player] = self._new_groups()
+            findings += [grouped.judge(event, Action.parse(self.action))]
+        return findings
+
+    def on_after_step(self, event: events.AfterStep) -> None:
+        """Learn from a healthy step; what was outside only counts towards a new level."""
+        sight = self._sights.pop(event.step, None)
+        if self._run is None or sight is None or event.scaler_skipped or event.action is Action.ROLLBACK:
+            return
+        norm = event.grad_norm
+        if not math.isfinite(norm) and sight.true_norm is not None:
+            norm = sight.true_norm
+        for name, value in (("loss", event.loss), ("grad_norm", norm)):
+            if value is not None and getattr(self, name):
+                self._baseline(sight.player, name).learn(event.step, value, healthy=event.applied)
+                self._publish(sight, name, event.iteration)
+        if self.loss and self.grad_norm:
+            learnt = self._baseline(sight.player, "loss").negligible
+            self._baseline(sight.player, "grad_norm").ease = _LEARNT if learnt else 1.0
+        rate = max(event.learning_rates, default=None)
+        self._past.append(Past(event.step, event.loss, norm, rate))
+
+    def on_recovery(self, event: events.RecoveryEvent) -> None:
+        """Forget the steps that were undone."""
+        step = event.recovery.step
+        if step is None:
+            return
+        for signals in self._series.values():
+            for baseline in signals.values():
+                baseline.forget_from(step)
+        for grouped in self._grouped.values():
+            grouped.forget_from(step)
+        self._sights.clear()
+        kept = [entry for entry in self._past if entry.step < step]
+        self._past = deque(kept, maxlen=self._past.maxlen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learnt."""
+        return {
+            "series": {
+                player: {name: baseline.state_dict() for name, baseline in signals.items()}
+                for player, signals in self._series.items()
+            },
+            "groups": {player: grouped.state_dict() for player, grouped in self._grouped.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what was learnt: a restarted run needs no warm-up."""
+        self._series.clear()
+        self._grouped.clear()
+        for player, signals in state["series"].items():
+            for name, kept in signals.items():
+                self._baseline(player, name).load_state_dict(kept)
+        for player, kept in state["groups"].items():
+            if self.groups is not None:
+                self._grouped[player] = self._new_groups()
+                self._grouped[player].load_state_dict(kept)
+
+    def _publish(self, sight: Sight, name: str, iteration: int) -> None:
+        """Leave a bound that has moved where TensorBoard finds it."""
+        band = sight.bands.get(name)
+        if self._run is None or band is None or band.early or band is self._shown.get((sight.player, name)):
+            return
+        self._shown[sight.player, name] = band
+        player = "" if sight.player == "all" else f"/optimizer{sight.player}"
+        self._run.metrics[f"spike/{name}_bound{player}"] = (iteration, band.high)
+
+    # -- on the device -------------------------------------------------------------------------------
+
+    def _compare(self, event: events.BeforeClip, sight: Sight) -> list[Finding]:
+        seen = []
+        for name in _SIGNALS:
+            value = self._value(name, event)
+            if value is None:
+                continue
+            band = self._baseline(sight.player, name).expect()
+            if band is not None:
+                sight.bands[name] = band
+                seen.append((value, band))
+        scores = largest(score_of(value, band) for value, band in seen if not band.early)
+        findings = [self._finding(event, sight, value, 1.0, exploded=False) for value in scores]
+        if self.explosion is None:
+            return findings
+        if all(band.relative for _, band in seen):  # the same numbers tell both
+            return findings + [
+                self._finding(event, sight, value, self.explosion, exploded=True) for value in scores
+            ]
+        blasts = largest(share_of(value, band.explosion) for value, band in seen if band.explosion < math.inf)
+        return findings + [self._finding(event, sight, value, 1.0, exploded=True) for value in blasts]
+
+    def _finding(
+        self, event: events.BeforeClip, sight: Sight, value: Tensor, limit: float, *, exploded: bool
+    ) -> Finding:
+        if event.overflow is not None:  # the loss scaler drops the step by itself
+            value = torch.where(event.overflow.to(value.device).reshape(()) > 0, 0.0, value)
+        return Finding(
+            kind=Kind.SPIKE,
+            value=value,
+            limit=limit,
+            action=self._action(exploded=exploded),
+            confirm=partial(self._confirm, sight, exploded=exploded),
+        )
+
+    def _action(self, *, exploded: bool) -> Action:
+        usual, drastic = Action.parse(self.action), Action.parse(self.explosion_action)
+        return max(usual, drastic) if exploded else usual
+
+    def _value(self, name: str, event: events.BeforeClip) -> Tensor | None:
+        if not getattr(self, name):
+            return None
+        if name == "loss":
+            return loss_of(event)
+        return wide(event.gradients.total_norm) if len(event.gradients) else None
+
+    def _baseline(self, player: str, name: str) -> Baseline:
+        signals = self._series.setdefault(player, {})
+        if name not in signals:
+            youth = math.log(_YOUTH) if name == "grad_norm" else 0.0
+            rule: Rule = Robust(limit=self.limit, floor=math.log(_FLOORS[name]), youth=youth)
+            if self.rule == "sigma":
+                rule = Sigma(sigmas=self.sigmas)
+            elif self.rule == "history":
+                rule = History(times=self.times)
+            signals[name] = Baseline(
+                rule,
+                window=self.window,
+                warmup=self.warmup,
+                patience=self.patience,
+                explosion=self.explosion,
+                positive=name == "grad_norm",
+                negligible=_NEGLIGIBLE if name == "loss" else 0.0,
+                ceiling=_CEILING if name == "loss" else math.inf,
+            )
+        return signals[name]
+
+    def _new_groups(self) -> GroupNorms:
+        return GroupNorms(
+            by=self.groups or "parameter",
+            limit=self.group_limit,
+            window=self.window,
+            warmup=self.warmup,
+            patience=self.patience,
+        )
+
+    # -- on the host, when something is suspected ----------------------------------------------------
+
+    def _confirm(self, sight: Sight, *, exploded: bool) -> Evidence | None:
+        """Name what is outside; of a step that both spiked and exploded only the explosion is told."""
+        if sight.overflow is not None and bool(sight.overflow > 0):
+            return None
+        numbers = sight.read()
+        broken = {name: value for name, value in numbers.items() if not math.isfinite(value)}
+        if broken:
+            return self._not_finite(broken, sight)
+        outliers = [
+            Outlier(
+                signal=name,
+                value=value,
+                band=band,
+                streak=self._baseline(sight.player, name).streak,
+            )
+            for name, value in numbers.items()
+            if not (band := sight.bands[name]).holds(value)
+        ]
+        if any(one.exploded for one in outliers) is not exploded:
+            return None
+        told = [one for one in outliers if one.exploded or not one.band.early]
+        if not told:
+            return None
+        return evidence_of(
+            told,
+            step=sight.step,
+            action=self._action(exploded=exploded),
+            view=sight.view,
+            past=self._past,
+            window=self.window,
+        )
+
+    def _not_finite(self, broken: Mapping[str, float], sight: Sight) -> Evidence:
+        """A value that is not finite is no spike, but nothing to let through either."""
+        name = "loss" if "loss" in broken else "grad_norm"
+        return Evidence(
+            kind=Kind.NONFINITE_LOSS if name == "loss" else Kind.NONFINITE_GRADIENT,
+            action=self._action(exploded=self.explosion is not None),
+            message=f"the {WORDS[name]} is {broken[name]}",
+            tensors=sight.view.evidence(),
+        )

@@ -1,0 +1,242 @@
+"""Gradients that have stopped: of a dead layer, or the same bits from one step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsentinel import events
+from gradsentinel.callback import Detector
+from gradsentinel.callbacks.players import player_of
+from gradsentinel.decision import Action, Kind
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
+from gradsentinel.incident import fold
+from gradsentinel.run import Run
+
+_TINY = 1e-6
+"""A norm below this share of its usual one is none."""
+_SHARE = 0.05
+"""How much of each norm goes into the usual one."""
+_LONGER = 4
+"""What has paused before is dead after so many times its longest pause."""
+_MANY = 16
+"""Fewer elements may have the same gradient twice by chance."""
+_ALL = 4
+"""If all norms of so many tensors are the same, once is enough."""
+_DEAD, _STUCK = 0, 1
+
+
+class _State(NamedTuple):
+    """What is known of each parameter, on the device; replaced as a whole."""
+
+    norms: Tensor
+    """Of the step before."""
+    usual: Tensor
+    seen: Tensor
+    """How many norms the usual one was learnt from."""
+    streak: Tensor
+    """Two rows: how many steps in a row it was dead, and the same."""
+    longest: Tensor
+    """Two rows: the longest of these that ended again."""
+
+
+@dataclass(slots=True)
+class _Player:
+    """The parameters of optimizers that step together."""
+
+    names: tuple[str, ...]
+    least: Tensor
+    """Two rows: after how many steps in a row a parameter is reported at the earliest."""
+    state: _State
+    places: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    """Where the norms of a step belong in which not every parameter has a gradient."""
+
+
+@dataclass(kw_only=True)
+class StagnationCallback(Detector):
+    """Warns when the gradient of a parameter vanishes for good, or is the same bits step after step.
+
+    Dead: its norm was alive and is now below a millionth of its usual value, or it gets no gradient at all.
+    Stuck: its norm is bit for bit that of the step before, as when a buffer is never written again. What
+    pauses now and then, such as an expert without tokens, is reported only after four times its longest
+    pause. On the device, about 30 launches a step whatever the number of parameters, no wait; memory: eight
+    numbers for each parameter tensor. Called on: every rank.
+    """
+
+    dead_after: int = 10
+    """Steps in a row without a gradient."""
+    stuck_after: int = 3
+    """Repetitions in a row; one is enough if the gradients of all parameters repeat."""
+    warmup: int = 20
+    """Nothing is reported of a parameter before it had so many gradients."""
+    action: Action | str = Action.WARN
+    """warn only reports; retry, skip, rollback and abort act."""
+    _run: Run | None = field(default=None, init=False, repr=False)
+    _players: dict[str, _Player] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.action = Action.parse(self.action)
+        if self.action is Action.CONTINUE:
+            raise ConfigurationError(
+                "action='continue' would do nothing; leave the callback out, or use warn"
+            )
+        if min(self.dead_after, self.stuck_after, self.warmup) < 1:
+            raise ConfigurationError("dead_after, stuck_after and warmup are numbers of steps, at least 1")
+
+    def on_run_start(self, event: events.RunStart) -> None:
+        """Remember the run."""
+        self._run = event.run
+
+    def on_before_clip(self, event: events.BeforeClip) -> Finding | None:
+        """Compare the norms with those of the step before and with the usual ones."""
+        if self._run is None:
+            return None
+        names = event.gradients.names
+        norms = event.gradients.norms.detach().to(torch.float32)
+        key = player_of(self._run)
+        player = self._players.get(key)
+        if player is None or names != player.names:
+            if not names:
+                return None
+            if player is None or not set(names) <= set(player.names):
+                sizes = [gradient.numel() for gradient in event.gradients.gradients]
+                player = self._players[key] = self._begin(names, sizes, norms)
+            norms = _placed(player, names, norms)
+        fired = self._judge(player, norms)
+        streak = player.state.streak
+        return Finding(
+            kind=Kind.STAGNATION,
+            value=fired.any(),
+            action=Action.parse(self.action),
+            confirm=partial(self._confirm, player.names, fired, streak, event),
+        )
+
+    def on_recovery(self, event: events.RecoveryEvent) -> None:
+        """Begin to count anew where the run goes on: the steps between were undone."""
+        if event.recovery.step is None:
+            return
+        for player in self._players.values():
+            state = player.state
+            player.state = state._replace(
+                norms=torch.full_like(state.norms, float("nan")), streak=torch.zeros_like(state.streak)
+            )
+
+    def _begin(self, names: tuple[str, ...], sizes: Sequence[int], norms: Tensor) -> _Player:
+        device = norms.device
+        never = torch.iinfo(torch.int32).max // (2 * _LONGER)
+        least = [
+            [self.dead_after] * len(names),
+            [self.stuck_after if size >= _MANY else never for size in sizes],
+        ]
+        none = torch.zeros((2, len(names)), dtype=torch.int32, device=device)
+        return _Player(
+            names=names,
+            least=torch.tensor(least, dtype=torch.int32, device=device),
+            state=_State(
+                norms=torch.full_like(norms, float("nan")),
+                usual=torch.zeros_like(norms),
+                seen=none[0],
+                streak=none,
+                longest=none,
+            ),
+        )
+
+    @torch.no_grad()
+    def _judge(self, player: _Player, norms: Tensor) -> Tensor:
+        """Return which parameters are to be reported as dead and as stuck, two rows; learns, no wait."""
+        state = player.state
+        known = state.seen >= self.warmup
+        alive = (norms > _TINY * state.usual).logical_and(norms < float("inf"))
+        gone = norms <= _TINY * state.usual
+        same = (norms == state.norms).logical_and(alive)
+        now = torch.stack([gone, same])
+        streak = (state.streak + 1) * now
+        longest = torch.where(now, state.longest, torch.maximum(state.longest, state.streak))
+        due = torch.maximum(player.least, _LONGER * longest)
+        fired = (streak == due).logical_and(known)
+        if len(player.names) >= _ALL:  # the whole gradient of the step before, bit for bit
+            first = (streak[_STUCK] == 1).all().logical_and(known.all())
+            fired = torch.stack([fired[_DEAD], fired[_STUCK].logical_or(first)])
+        seen = state.seen + alive
+        share = alive / seen.clamp(1, int(1 / _SHARE))
+        usual = state.usual + share * torch.where(alive, norms - state.usual, 0.0)
+        player.state = _State(norms, usual, seen, streak, longest)
+        return fired
+
+    # -- on the host, when something is suspected ----------------------------------------------------
+
+    def _confirm(
+        self, names: tuple[str, ...], fired: Tensor, streak: Tensor, event: events.BeforeClip
+    ) -> Evidence | None:
+        """Name the parameters; those that the user froze meanwhile, and a loss of exactly 0, are no fault."""
+        run = self._run
+        if run is None:
+            return None
+        trained = {name for name, p in run.host.named_parameters() if p.requires_grad}
+        dead, stuck = (
+            [name for name, flag in zip(names, row, strict=True) if flag and name in trained]
+            for row in fired.tolist()
+        )
+        if dead and event.losses and all(float(loss) == 0 for loss in event.losses):
+            dead = []
+        if not dead and not stuck:
+            return None
+        rows: list[list[int]] = streak.tolist()
+        days = dict(zip(names, rows[_DEAD] if dead else rows[_STUCK], strict=True))
+        worst = dead or stuck
+        all_of_them = f"all {len(worst)} parameters" if len(worst) == len(names) > 1 else fold(worst)
+        count = days[worst[0]]
+        steps = "step" if count == 1 else f"{count} steps"
+        text = (
+            f"the gradient of {all_of_them} has vanished: {count} steps in a row below a millionth of its "
+            "usual norm"
+            if dead
+            else f"the gradient of {all_of_them} is stuck: for {steps} its norm is the same, bit for bit"
+        )
+        found = {entry.name: entry for entry in event.gradients.inspect()}
+        return Evidence(
+            kind=Kind.STAGNATION,
+            action=Action.parse(self.action),
+            message=text,
+            tensors=tuple(
+                found.get(name) or TensorEvidence(name=name, nonfinite=0, numel=0, norm=0.0)
+                for name in (*dead, *stuck)
+            ),
+            diagnosis=_advice(dead=bool(dead)),
+            details={"dead": dead[:16], "stuck": stuck[:16], "subject": "dead" if dead else "stuck"},
+        )
+
+
+def _placed(player: _Player, names: tuple[str, ...], norms: Tensor) -> Tensor:
+    """The norms in the order of all names; 0 for those without a gradient."""
+    places = player.places.get(names)
+    if names == player.names:
+        return norms
+    if places is None or places.device != norms.device:
+        if len(player.places) >= _MANY:
+            player.places.clear()
+        known = {name: place for place, name in enumerate(player.names)}
+        places = torch.tensor([known[name] for name in names], dtype=torch.int64, device=norms.device)
+        player.places[names] = places
+    return torch.zeros(len(player.names), device=norms.device).index_copy_(0, places, norms)
+
+
+def _advice(*, dead: bool) -> Diagnosis:
+    remedy = (
+        (
+            "look at what comes after it: a saturated or dead activation, a detached tensor, a mask of zeros",
+            "lower the learning rate, or warm it up over more steps: dead units rarely come back",
+        )
+        if dead
+        else (
+            "look at whether its gradient buffer is written: hooks, a gradient reduction that never ran",
+            "look at whether the same batch comes again and again while the weights stand still",
+        )
+    )
+    return Diagnosis(cause="unknown", confidence=0.0, phase="backward", remedy=remedy)

@@ -1,0 +1,1 @@
+"""Risky operations and settings, found in one dry step before the training begins."""
