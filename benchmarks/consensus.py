@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overhead import Variant, loss_of, model
+from race import Variant
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from workload import loss_of, model
 
 from gradsentinel import Callback, CrossRankCallback, NanCallback, Sentinel
 from gradsentinel.comparison import compare_replicas

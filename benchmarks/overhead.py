@@ -1,160 +1,185 @@
-"""What the watch costs per step, against the same plain loop.
+"""What the watch costs per step, against the same plain loop and against what people would use instead.
 
 Whole steps wobble by several per cent on a shared machine, so two numbers are given: the ratio of whole
-steps, interleaved in random order in one process with an A/A control, and the time of the segment that
-differs (check, agree, clip) as a share of the plain step.
+steps, and the time of the part of a step that is neither forward, backward nor optimizer (check, agree,
+clip, and everything else that a watched loop does), less that of the plain loop, as a share of a plain step.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from peers import peers, plain
+from race import Step, Variant, compare, race, warm_up
 from torch import Tensor, nn
+from workload import CLOCK, adamw, batches, forward, model
 
 import gradsentinel
-from gradsentinel import MagnitudeCallback, NanCallback, Rollback, Sentinel
+from gradsentinel import (
+    Callback,
+    GradientStatistics,
+    HeadroomCallback,
+    MagnitudeCallback,
+    NanCallback,
+    Rollback,
+    SaturationCallback,
+    Sentinel,
+)
+from gradsentinel.callbacks.spike import SpikeCallback
 
-TOKENS = (64, 512)
-ROUNDS = 60
-WARM_UP = 5
-
-
-@dataclass
-class Variant:
-    """One way to do a step, with its own copy of everything."""
-
-    name: str
-    step: Callable[[Tensor, Tensor], None]
-    whole: list[float] = field(default_factory=list)
-
-
-def model() -> nn.Module:
-    """About 5 M parameters in about 75 tensors."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
-    return nn.Sequential(
-        nn.Embedding(256, 256),
-        nn.TransformerEncoder(layer, 6, enable_nested_tensor=False),
-        nn.Linear(256, 256),
-    )
-
-
-def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten())
-
-
-def plain(max_norm: float | None) -> Callable[[Tensor, Tensor], None]:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        loss_of(net, x, y).backward()
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def isnan_loop(max_norm: float | None) -> Callable[[Tensor, Tensor], None]:
-    """What people write by hand."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        loss_of(net, x, y).backward()
-        bad = any(
-            bool(torch.isnan(p.grad).any()) or bool(torch.isinf(p.grad).any()) for p in net.parameters()
-        )
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
-        if not bad:
-            optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+TOKENS = (512, 64)
+SECONDS = {512: 70.0, 64: 35.0}
+WARM_UP = 130
+"""Steps before anything is measured, on a few tokens: windows of 128 steps are full then."""
+SETTINGS: dict[str, float | None] = {"clip": 0.1, "no clip": None, "clip within bound": 1e6}
+"""How the loop clips: always to be multiplied, never looked at, and looked at with nothing to be done."""
+PLAIN, FUSED = "plain", "plain, fused AdamW"
+THREE, STANDARD = "NaN, magnitude and spike", "the standard set"
+TARGETS: dict[tuple[str, str, int], float] = {
+    (THREE, "clip", 512): 0.003,
+    (THREE, "clip", 64): 0.005,
+    (THREE, "no clip", 512): 0.015,
+    (THREE, "no clip", 64): 0.04,
+    (STANDARD, "clip", 512): 0.01,
+    (STANDARD, "clip", 64): 0.02,
+}
+"""What a step may take longer, as a share."""
 
 
 def watched(
-    callbacks: list[gradsentinel.Callback], max_norm: float | None
-) -> Callable[[Tensor, Tensor], None]:
+    max_norm: float | None,
+    callbacks: Callable[[Path], list[Callback]],
+    *,
+    guard: str = "host",
+) -> tuple[Step, Callable[[], int]]:
+    """Return a watched loop's step, and what ends it and counts its incidents."""
+    keep = tempfile.TemporaryDirectory(prefix="gradsentinel-bench-")
+    folder = Path(keep.name)
     net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-    sentinel = Sentinel(net, optimizer, callbacks=callbacks)
+    optimizer = adamw(net, fused=guard == "device")
+    given = callbacks(folder)
+    sentinel = Sentinel(net, optimizer, callbacks=given, run_dir=folder, guard=guard)
+
+    upcoming: list[Tensor] = []
+
+    def loader() -> Iterator[Tensor]:
+        while True:
+            yield upcoming.pop()
+
+    loop = iter(sentinel.steps(loader()))
 
     def step(x: Tensor, y: Tensor) -> None:
-        for _ in sentinel.steps([x]):
-            sentinel.backward(loss_of(net, x, y))
-            sentinel.step(max_norm=max_norm)
+        upcoming.append(x)
+        sentinel.backward(forward(net, next(loop), y))
+        sentinel.step(max_norm=max_norm)
 
-    return step
+    def finish() -> int:
+        sentinel.close()
+        keep.cleanup()
+        return len(sentinel.incidents)
+
+    return step, finish
 
 
-def measure(tokens: int, max_norm: float | None, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Return the ratios to the plain loop: medians of paired whole steps."""
-    never = NanCallback(state_every=0, state_warmup=0)
-    variants = [
-        Variant("plain", plain(max_norm)),
-        Variant("plain again (A/A)", plain(max_norm)),
-        Variant("isnan and isinf loop", isnan_loop(max_norm)),
-        Variant("NanCallback", watched([never], max_norm)),
-        Variant(
-            "NanCallback, MagnitudeCallback, Rollback",
-            watched([NanCallback(), MagnitudeCallback(max_global_norm=1e6), Rollback()], max_norm),
-        ),
-    ]
-    order = random.Random(0)
-    x = torch.randint(0, 256, (max(1, tokens // 64), 64))
-    for number in range(WARM_UP + rounds):
-        for variant in order.sample(variants, len(variants)):
-            start = time.perf_counter()
-            variant.step(x, x)
-            if number >= WARM_UP:
-                variant.whole.append(time.perf_counter() - start)
-    base = variants[0].whole
-    return {
-        "tokens": tokens,
-        "clip": max_norm is not None,
-        "plain_ms": 1e3 * statistics.median(base),
-        "ratios": {
-            variant.name: statistics.median(
-                mine / theirs for mine, theirs in zip(variant.whole, base, strict=True)
-            )
-            for variant in variants
-        },
+def three(_: Path) -> list[Callback]:
+    return [NanCallback(), MagnitudeCallback(max_global_norm=1e9), SpikeCallback()]
+
+
+def ours(max_norm: float | None) -> list[Variant]:
+    """Return what is watched, with the defaults; what is done on scheduled steps only is measured apart."""
+    sets: dict[str, tuple[Callable[[Path], list[Callback]], str]] = {
+        "NanCallback": (lambda _: [NanCallback()], "host"),
+        THREE: (three, "host"),
+        STANDARD: (gradsentinel.standard, "host"),
+        "NanCallback, guard='device'": (lambda _: [NanCallback()], "device"),
+        f"{THREE}, guard='device'": (three, "device"),
     }
+    found = []
+    for name, (callbacks, guard) in sets.items():
+        step, finish = watched(max_norm, callbacks, guard=guard)
+        found.append(Variant(name, step, baseline=FUSED if guard == "device" else PLAIN, finish=finish))
+    return found
 
 
-def segment(rounds: int = 200) -> dict[str, Any]:
-    """Return the milliseconds of check + clip alone, watched and plain, interleaved."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
-    sentinel = Sentinel(net, optimizer, callbacks=[NanCallback(), MagnitudeCallback(max_global_norm=1e9)])
-    x = torch.randint(0, 256, (1, 64))
-    loss_of(net, x, x).backward()
-    kept = {p: p.grad.clone() for p in net.parameters()}
-    times: dict[str, list[float]] = {"clip": [], "check and clip": []}
-    host, watch = sentinel.host, sentinel._watch
-    for number in range(rounds):
-        for name in ("clip", "check and clip") if number % 2 else ("check and clip", "clip"):
-            for p, gradient in kept.items():
-                p.grad = gradient.clone()
-            start = time.perf_counter()
-            if name == "clip":
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            else:
-                view = host.gradients()
-                watch.before_clip(view)
-                view.clip_(1.0)
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
+def field(max_norm: float | None, *, alone: bool = False) -> list[Variant]:
+    """Return everything that takes part, or, `alone`, without the peers."""
+    return [
+        Variant(PLAIN, plain(max_norm)),
+        Variant("plain again (A/A)", plain(max_norm)),
+        Variant(FUSED, plain(max_norm, fused=True)),
+        *ours(max_norm),
+        *([] if alone else peers(max_norm)),
+    ]
+
+
+def measure(setting: str, *, share: float = 1.0) -> list[dict[str, Any]]:
+    """Return the comparisons of each size of step, by variant; `share` shortens the time for each."""
+    alone = setting == "clip within bound"
+    variants = field(SETTINGS[setting], alone=alone)
+    by_name = {variant.name: variant for variant in variants}
+    warm_up(variants, batches(64, 128), max(14, int(WARM_UP * min(1.0, share))))
+    results = []
+    for tokens in TOKENS:
+        seconds = SECONDS[tokens] * share * (0.3 if alone else 1.0)
+        rounds = race(variants, batches(tokens), seconds=seconds)
+        results.append(
+            {
+                "tokens": tokens,
+                "setting": setting,
+                "rounds": rounds,
+                "plain_ms": 1e3 * statistics.median(whole for whole, _ in by_name[PLAIN].rounds.values()),
+                "variants": {
+                    variant.name: compare(variant, by_name[variant.baseline])
+                    for variant in variants
+                    if variant.name != variant.baseline
+                },
+            }
+        )
+    incidents = {variant.name: variant.finish() for variant in variants}
+    for result in results:
+        result["incidents"] = {name: count for name, count in incidents.items() if count}
+    return results
+
+
+def now_and_then(rounds: int = 20, tokens: int = 64) -> dict[str, dict[str, float]]:
+    """Return what scheduled work costs in a step that it is due in, and on average over its interval.
+
+    Each is measured with an interval of two steps, so that steps with and without it alternate.
+    """
+    schedules: dict[str, tuple[Callable[[], list[Callback]], int]] = {
+        "state check (NanCallback)": (lambda: [NanCallback(state_every=2, state_warmup=0)], 50),
+        "snapshot (Rollback)": (lambda: [NanCallback(**NEVER), Rollback(every=2)], 100),
+        "activations (SaturationCallback)": (
+            lambda: [SaturationCallback(every=10**9, activations_every=2)],
+            50,
+        ),
+        "headroom (HeadroomCallback)": (lambda: [HeadroomCallback(every=2)], 100),
+        "statistics (GradientStatistics)": (lambda: [GradientStatistics(every=2)], 100),
+    }
+    found = {}
+    for name, (callbacks, usual) in schedules.items():
+        step, finish = watched(1.0, lambda _, callbacks=callbacks: callbacks())
+        due: dict[bool, list[float]] = {False: [], True: []}
+        every = batches(tokens)
+        for number in range(10 + 2 * rounds):
+            CLOCK.inside = 0.0
+            start = CLOCK.now()
+            step(every[number % 16], every[number % 16])
+            due[number % 2 == 0].append(CLOCK.now() - start)
+        finish()
+        halves = [statistics.median(times[5:]) for times in due.values()]
+        extra = 1e3 * abs(halves[0] - halves[1])
+        found[name] = {"due_ms": extra, "every": usual, "per_step_ms": extra / usual}
+    return found
+
+
+NEVER = {"state_every": 0, "state_warmup": 0}
 
 
 def unheard_event_ns(rounds: int = 200_000) -> float:

@@ -34,7 +34,7 @@ with sentinel, plan.attach(model):
         sentinel.step(max_norm=1.0)  # check, clip, optimizer.step, zero_grad; or drop the step
         if step % 20 == 0 or not sentinel.applied:
             print(f"step {step:3}  loss {loss.item():.3f}  {sentinel.last_action.label}")
-
 for incident in sentinel.incidents:
-    print(f"\n{incident.id}: {incident.message}\nwhere: {incident.where}\ndone:  {incident.recovery}")
+    print(f"\n{incident.id}: {incident.message}\nwhere: {incident.where} ({incident.diagnosis.cause})")
+    print(f"why:   {incident.diagnosis.evidence[0]}\ndone:  {incident.recovery}")
 print("all weights finite:", all(bool(p.isfinite().all()) for p in model.parameters()))

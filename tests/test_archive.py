@@ -408,7 +408,7 @@ class TestListing:
 
 class TestStale:
     def temporary(self, directory, pid, host=None):
-        path = directory / f".tmp-a-{pid}-{host or archive_module._host_token()}89abcdef"
+        path = directory / f".tmp-a-{pid}-{host or archive_module.host_token()}89abcdef"
         path.mkdir()
         (path / "state.json").touch()
         return path
@@ -436,7 +436,7 @@ class TestStale:
         assert remove_stale(tmp_path) == [old]
 
     def test_leaves_links_and_files_alone(self, tmp_path, path):
-        token = f"{archive_module._host_token()}89abcdef"
+        token = f"{archive_module.host_token()}89abcdef"
         (tmp_path / f".tmp-l-{self.finished_process()}-{token}").symlink_to(path)
         (tmp_path / f".tmp-f-{self.finished_process()}-{token}").touch()
         assert remove_stale(tmp_path) == []

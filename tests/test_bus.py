@@ -33,7 +33,7 @@ from gradsentinel import (
 )
 from gradsentinel.archive import read_archive
 from gradsentinel.bus import Bus
-from gradsentinel.run import SNAPSHOT_KIND
+from gradsentinel.saved_states import SNAPSHOT_KIND
 from gradsentinel.snapshot import Snapshot
 from gradsentinel.store import RunDirectory
 from loops import Spoiler, build, differences, fingerprint, finish, generators, make_batches, train_watched

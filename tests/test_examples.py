@@ -11,7 +11,8 @@ from gradsentinel import Action, Kind, Outcome
 from gradsentinel.store import RunDirectory
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-MAX_LINES = {"ddp.py": 90, "fsdp2.py": 90}
+MAX_LINES = {"ddp.py": 90, "fsdp2.py": 90, "ladder.py": 70, "megatron_gpt.py": 220, "cuda_on_cpu.py": 125}
+MAX_LINES |= {"lightning_gpt.py": 50, "hf_trainer.py": 45, "accelerate_loop.py": 50}
 MAX_LINES_ELSE = 40
 
 
@@ -43,11 +44,32 @@ def test_the_plain_loop_drops_the_three_bad_steps_and_goes_on(run_example, tmp_p
 
     incident, overflow, flip = RunDirectory(tmp_path / "runs" / "plain").read_incidents()
     assert (overflow.step, overflow.kind) == (75, Kind.NONFINITE_LOSS)
+    found = overflow.diagnosis  # the product that overflowed, not the softmax that met the infinities
+    assert (found.cause, found.op, found.module) == ("precision", "aten.mm.default", "head")
     assert (flip.step, flip.kind, flip.where) == (90, Kind.MAGNITUDE, "head.weight")
     assert (incident.step, incident.kind) == (60, Kind.NONFINITE_INPUT)
     assert (incident.action, incident.outcome) == (Action.SKIP, Outcome.SKIPPED)
     assert [(sample.position, sample.field) for sample in incident.samples] == [(7, "weight")]
     assert f"{incident.id}: {incident.message}" in printed
+
+
+def test_the_ladder_walks_through_every_rung_and_says_what_each_cost(run_example, tmp_path):
+    printed = run_example("ladder.py").splitlines()
+    steps = [line.split()[1:4] for line in printed if line.startswith("  step ")]
+    assert [(step, outcome) for step, outcome, _ in steps[:4]] == [
+        ("20", "retried"),
+        ("40", "rescued"),
+        ("60", "skipped"),
+        ("80", "rolled_back"),
+    ]
+    assert [outcome for _, outcome, _ in steps[4:]] == ["skipped", "skipped", "aborted"]
+    assert all(float(seconds) >= 0 for _, _, seconds in steps)
+    assert "stopped; uncaught, the exit code would be 75" in printed
+    assert "starts at step 80, batch 91 of the data" in printed
+    assert sum("snapshots took" in line for line in printed) == 2
+    assert float(printed[-1].split()[-1]) < 2.5
+    outcomes = [incident.outcome for incident in RunDirectory(tmp_path / "runs" / "ladder").read_incidents()]
+    assert outcomes == [outcome for _, outcome, _ in steps]
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

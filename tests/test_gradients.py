@@ -1,6 +1,7 @@
 """The gradient view: the numbers of `clip_grad_norm_` for every kind of gradient, in one shared pass."""
 
 import math
+import weakref
 from collections import Counter
 from datetime import timedelta
 
@@ -414,7 +415,8 @@ def test_distributed_gradients_are_those_of_torch(mesh, norm_type, placement):
 def test_the_total_of_distributed_gradients_is_left_to_be_reduced(mesh):
     """With one rank the numbers would be right even if nobody added up the shards: so look at the type."""
     view = GradientView([("a", sharded(mesh, torch.ones(4, 2)))])
-    assert isinstance(view._total, DTensor)
+    assert all(isinstance(norm, DTensor) and norm.placements[0].is_partial() for norm in view._norms)
+    assert not isinstance(view.total_norm, DTensor)
     assert not isinstance(view.norms, DTensor)
     assert not isinstance(view.magnitudes, DTensor)
 
@@ -695,3 +697,69 @@ def test_every_number_is_computed_once():
         view.clip_(10.0)
     assert counter.ops["aten._foreach_norm.Scalar"] == 1
     assert counter.ops["aten.aminmax.default"] == 2  # the largest value of each
+
+
+def test_an_alarm_makes_the_norm_infinite_and_can_be_taken_back(mesh):
+    values = torch.randn(4, 2)
+    plain, alarmed = (GradientView([("a", sharded(mesh, values))]) for _ in range(2))
+    alarmed.alarm = torch.tensor(True)
+    seen = alarmed.total_norm
+    assert seen == float("inf")
+    alarmed.calm()
+    assert torch.equal(seen, plain.total_norm)
+    quiet = GradientView([("a", sharded(mesh, values))])
+    quiet.alarm = torch.tensor(False)
+    assert torch.equal(quiet.total_norm, plain.total_norm)
+
+
+def test_a_retired_view_keeps_what_was_measured_and_lets_go_of_the_gradients():
+    good, bad = torch.randn(3), torch.tensor([1.0, float("nan")])
+    view = GradientView([("good", good), ("bad", bad), ("whole", torch.ones(2, dtype=torch.int64))])
+    before = view.norms.clone()
+    gone = weakref.ref(bad)
+    view.retire()
+    del bad
+    assert gone() is None
+    assert view.retired
+    assert view.gradients == ()
+    assert torch.equal(view.norms.nan_to_num(-1), before.nan_to_num(-1))
+    assert view.names == ("good", "bad")
+    assert set(view.unchecked) == {"whole"}
+    (evidence,) = view.evidence()
+    assert (evidence.name, evidence.nonfinite, evidence.numel) == ("bad", 1, 2)
+    assert not evidence.counted
+    assert math.isnan(evidence.norm)
+    with pytest.raises(RuntimeError, match="gone"):
+        _ = view.magnitudes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "share", [0.0, 1e-9, 0.5, 0.97, 0.979, 0.98, 0.981, 0.99, 0.999999, 1.0, 1.000001, 1.02, 5.0, 1e9]
+)
+def test_a_norm_that_the_host_knows_changes_nothing_of_the_clip(dtype, share):
+    """Near the bound the device decides, as torch does."""
+    torch.manual_seed(1)
+    gradients = [torch.randn(9, 5).to(dtype), torch.randn(3).to(dtype)]
+    view = GradientView([(str(n), g.clone()) for n, g in enumerate(gradients)])
+    max_norm = float(view.total_norm) / share if share else INF
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    view.clip_(max_norm, known_norm=float(view.total_norm))
+    for parameter, gradient in zip(parameters, view.gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_clip_that_would_multiply_by_one_launches_nothing():
+    gradient = torch.full((4,), 0.25)
+    view = GradientView([("w", gradient)])
+    norm = float(view.total_norm)
+    before = gradient._version
+    view.clip_(1.0, known_norm=norm)
+    assert gradient._version == before
+    view.clip_(0.505, known_norm=norm)  # too near to be sure
+    assert gradient._version > before
+    view.clip_(1.0, total_norm=2.0, known_norm=norm)  # the norm of the view had overflowed
+    assert torch.equal(gradient, torch.full((4,), 0.25) / (2.0 + 1e-6))

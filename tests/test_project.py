@@ -24,7 +24,10 @@ SOURCE_FILES = sorted(PACKAGE.rglob("*.py"))
 
 FRAMEWORKS = {"lightning", "pytorch_lightning", "transformers", "accelerate", "megatron", "torch_npu"}
 OPTIONAL = {"tensorboard", "matplotlib", "numpy"}
-OUTER = {"callbacks", "integrations", "diagnosis", "faults", "demo", "cli", "tensorboard_plugin"}
+OUTER = {
+    *("callbacks", "presets", "integrations", "diagnosis", "risks", "faults", "demo", "cli"),
+    "tensorboard_plugin",
+}
 NOT_CORE = OUTER | {"__init__", "__main__", "testing"}
 MAX_LINES = 400
 
@@ -186,7 +189,8 @@ def test_nothing_names_a_path_of_one_machine():
     directories = "work|root"
     pattern = re.compile(rf"(?<![\w.~-])/(?:{directories})/")
     folders = [ROOT / name for name in ("src", "tests", "docs", "examples", "benchmarks", ".ci")]
-    files = [path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    built = {"__pycache__", ".build"}
+    files = [path for folder in folders for path in folder.rglob("*") if built.isdisjoint(path.parts)]
     files += [
         path for path in ROOT.iterdir() if path.suffix in {".md", ".toml", ".txt"} or path.name == "Makefile"
     ]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradsentinel import rng
 from gradsentinel.rng import RngState, preserved_rng
 from gradsentinel.tree import flatten, unflatten
 
@@ -182,3 +183,86 @@ def test_capturing_is_cheap():
     assert (
         min(timeit.repeat(RngState.capture, number=100, repeat=5)) / 100 < 1e-3
     )  # some 35 us where it is quiet
+
+
+GLOBAL = np.random  # what programs use that have no generator of their own
+
+
+def numpy_states_agree() -> bool:
+    """Whether what is captured is what NumPy itself says."""
+    told, captured = GLOBAL.get_state(legacy=False), RngState.capture().numpy
+    return (
+        (told["state"]["key"] == captured["state"]["key"]).all()
+        and told["state"]["pos"] == captured["state"]["pos"]
+        and (told["has_gauss"], told["gauss"]) == (captured["has_gauss"], captured["gauss"])
+    )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: None,
+        GLOBAL.rand,
+        GLOBAL.randn,  # every second one is kept for later
+        lambda: GLOBAL.randn(2),
+        lambda: GLOBAL.rand(700),  # a whole round of the generator
+        lambda: GLOBAL.seed(3),
+        lambda: GLOBAL.shuffle(list(range(5))),
+    ],
+    ids=["nothing", "uniform", "normal", "two normals", "many", "seed", "shuffle"],
+)
+def test_what_numpy_drew_meanwhile_is_seen(use):
+    for _ in range(4):
+        assert numpy_states_agree()
+        use()
+    assert numpy_states_agree()
+
+
+@pytest.mark.skipif(not hasattr(GLOBAL, "set_bit_generator"), reason="NumPy before 1.24")
+def test_another_generator_of_numpy_is_captured_too():
+    before = GLOBAL.get_bit_generator()
+    try:
+        GLOBAL.set_bit_generator(GLOBAL.PCG64(1))
+        first = RngState.capture().numpy
+        GLOBAL.rand()
+        assert RngState.capture().numpy["state"] != first["state"]
+        GLOBAL.set_bit_generator(GLOBAL.MT19937(2))
+        assert numpy_states_agree()
+        GLOBAL.rand()
+        assert numpy_states_agree()
+    finally:
+        GLOBAL.set_bit_generator(before)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: None,
+        random.random,
+        lambda: random.gauss(0, 1),  # every second one is kept for later
+        lambda: [random.random() for _ in range(700)],
+        lambda: random.seed(5),
+        lambda: random.shuffle(list(range(5))),
+        lambda: random.setstate(random.Random(7).getstate()),
+    ],
+    ids=["nothing", "uniform", "normal", "many", "seed", "shuffle", "another state"],
+)
+def test_what_python_drew_meanwhile_is_seen(use):
+    for _ in range(4):
+        assert RngState.capture().python == random.getstate()
+        use()
+    assert RngState.capture().python == random.getstate()
+
+
+def test_a_state_that_did_not_change_is_not_read_again():
+    first, second = RngState.capture(), RngState.capture()
+    assert second.python is first.python
+    assert second.numpy is first.numpy
+
+
+def test_a_memory_that_looks_otherwise_is_not_trusted():
+    twister = rng._Twister(words=4, place=0, listed=lambda state: (range(624), state))
+    states = iter(range(10))
+    generator = random._inst
+    found = [twister.state(generator, id(generator), None, lambda: next(states)) for _ in range(3)]
+    assert found == [0, 1, 2]

@@ -287,7 +287,7 @@ def test_a_snapshot_that_is_found_bad_is_passed_over(run_dir):
         steps = train_watched(run, sentinel, make_batches(6))
         for _ in range(3):
             next(steps)
-        rollback._good[-1].parameters["head.weight"][0, 0] = math.nan
+        rollback._ring.good[-1].parameters["head.weight"][0, 0] = math.nan
         next(steps)
         assert sentinel.incidents[-1].outcome is Outcome.ROLLED_BACK
         assert sentinel.step_count == 0
@@ -540,7 +540,7 @@ def test_a_rollback_that_does_not_fit_stops_the_run(run_dir):
         steps = train_watched(run, sentinel, make_batches(6))
         for _ in range(3):
             next(steps)
-        rollback._good[-1].parameters["gone"] = torch.ones(1)
+        rollback._ring.good[-1].parameters["gone"] = torch.ones(1)
         with pytest.raises(RecoveryFailed, match="no parameter 'gone'") as caught:
             next(steps)
     assert isinstance(caught.value.__cause__, SnapshotMismatch)

@@ -9,17 +9,30 @@ from gradsentinel._version import __version__
 
 if TYPE_CHECKING:
     from gradsentinel.archive import ArchiveError
-    from gradsentinel.callback import Callback, Detector, Responder
+    from gradsentinel.callback import Callback, Detector, Responder, check_every
     from gradsentinel.callbacks import (
+        BatchCallback,
         CrossRankCallback,
+        Escalation,
         EventLog,
+        GradientStatistics,
+        HeadroomCallback,
+        LearningRateBackoff,
+        LossScaleCallback,
         MagnitudeCallback,
         NanCallback,
+        Rescue,
         Resync,
+        Retry,
         Rollback,
+        SafeMode,
+        SaturationCallback,
         Skip,
         SnapshotSaver,
+        SpikeCallback,
+        StagnationCallback,
         TensorBoardCallback,
+        UpdateRatioCallback,
     )
     from gradsentinel.decision import Action, Kind, Severity
     from gradsentinel.errors import (
@@ -27,6 +40,7 @@ if TYPE_CHECKING:
         ConsensusError,
         GradSentinelError,
         RecoveryFailed,
+        SnapshotMismatch,
         StoreError,
         TrainingAborted,
     )
@@ -45,24 +59,41 @@ if TYPE_CHECKING:
     )
     from gradsentinel.evidence import Diagnosis, Evidence, Finding
     from gradsentinel.incident import Incident, Outcome, Recovery
+    from gradsentinel.presets import standard
+    from gradsentinel.risks.preflight import preflight
+    from gradsentinel.sampler import SkipBatches
     from gradsentinel.sentinel import Sentinel
-    from gradsentinel.snapshot import SnapshotMismatch
 
 _HOMES = {
     "ArchiveError": "gradsentinel.archive",
-    "SnapshotMismatch": "gradsentinel.snapshot",
+    "SnapshotMismatch": "gradsentinel.errors",
     "Callback": "gradsentinel.callback",
+    "check_every": "gradsentinel.callback",
     "Detector": "gradsentinel.callback",
     "Responder": "gradsentinel.callback",
+    "BatchCallback": "gradsentinel.callbacks",
     "CrossRankCallback": "gradsentinel.callbacks",
     "Resync": "gradsentinel.callbacks",
     "ConsensusError": "gradsentinel.errors",
+    "Escalation": "gradsentinel.callbacks",
     "EventLog": "gradsentinel.callbacks",
+    "GradientStatistics": "gradsentinel.callbacks",
+    "HeadroomCallback": "gradsentinel.callbacks",
     "MagnitudeCallback": "gradsentinel.callbacks",
     "NanCallback": "gradsentinel.callbacks",
     "Rollback": "gradsentinel.callbacks",
+    "SaturationCallback": "gradsentinel.callbacks",
+    "LearningRateBackoff": "gradsentinel.callbacks",
+    "Rescue": "gradsentinel.callbacks",
+    "Retry": "gradsentinel.callbacks",
+    "SafeMode": "gradsentinel.callbacks",
     "Skip": "gradsentinel.callbacks",
+    "SkipBatches": "gradsentinel.sampler",
     "SnapshotSaver": "gradsentinel.callbacks",
+    "SpikeCallback": "gradsentinel.callbacks",
+    "StagnationCallback": "gradsentinel.callbacks",
+    "UpdateRatioCallback": "gradsentinel.callbacks",
+    "LossScaleCallback": "gradsentinel.callbacks",
     "TensorBoardCallback": "gradsentinel.callbacks",
     "Action": "gradsentinel.decision",
     "Kind": "gradsentinel.decision",
@@ -90,6 +121,8 @@ _HOMES = {
     "Outcome": "gradsentinel.incident",
     "Recovery": "gradsentinel.incident",
     "Sentinel": "gradsentinel.sentinel",
+    "preflight": "gradsentinel.risks.preflight",
+    "standard": "gradsentinel.presets",
 }
 """Public names and the modules they live in; loaded on first use, so that the doctor can help where
 `import torch` fails, and the command line answers at once."""
@@ -100,6 +133,7 @@ __all__ = [
     "AfterStep",
     "ArchiveError",
     "Batch",
+    "BatchCallback",
     "BeforeClip",
     "Callback",
     "ConfigurationError",
@@ -108,35 +142,51 @@ __all__ = [
     "Detector",
     "Diagnosis",
     "DiagnosisEvent",
+    "Escalation",
     "Event",
     "EventLog",
     "Evidence",
     "Finding",
     "GradSentinelError",
+    "GradientStatistics",
+    "HeadroomCallback",
     "Incident",
     "IncidentEvent",
     "Kind",
+    "LearningRateBackoff",
+    "LossScaleCallback",
     "MagnitudeCallback",
     "NanCallback",
     "Outcome",
     "Recovery",
     "RecoveryEvent",
     "RecoveryFailed",
+    "Rescue",
     "Responder",
     "Resync",
+    "Retry",
     "Rollback",
     "RunEnd",
     "RunStart",
+    "SafeMode",
+    "SaturationCallback",
     "Sentinel",
     "Severity",
     "Skip",
+    "SkipBatches",
     "SnapshotMismatch",
     "SnapshotSaver",
+    "SpikeCallback",
+    "StagnationCallback",
     "StepStart",
     "StoreError",
     "TensorBoardCallback",
     "TrainingAborted",
+    "UpdateRatioCallback",
     "__version__",
+    "check_every",
+    "preflight",
+    "standard",
 ]
 
 

@@ -5,38 +5,40 @@ synced to disk and renamed. Each file's size and CRC-32 stand in the manifest an
 is used. Nothing is ever unpickled.
 """
 
-import ctypes
-import errno
 import json
 import os
 import re
 import secrets
 import shutil
-import socket
 import stat
-import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
+from gradsentinel.archive_files import (
+    checksum,
+    read_tensor_file,
+    sync_directory,
+    write_file,
+    write_tensor_file,
+)
 from gradsentinel.errors import GradSentinelError
-from gradsentinel.tree import NATIVE_DTYPES, UnsupportedStateError, flatten, unflatten
+from gradsentinel.processes import host_token, is_alive
+from gradsentinel.tree import UnsupportedStateError, flatten, unflatten
 
 _FORMAT = 1  # of the manifest; the schema is that of the state in it
-_CODES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _MANIFEST = "manifest.json"
 _SKELETON = "state.json"
 _FILE_NAME = re.compile(r"state(-\d{5}-of-\d{5})?\.safetensors|state\.json")
 _TEMPORARY = re.compile(r"\.tmp-.+-(?P<pid>\d+)-(?P<host>[0-9a-f]{8})[0-9a-f]{8}")
-_CHUNK = 16 * 2**20
 _DAY = 24 * 3600.0
 
 
@@ -69,6 +71,7 @@ def write_archive(
     kind: str,
     schema: int = 1,
     max_file_bytes: int = 2 * 2**30,
+    verify: bool = False,
 ) -> Path:
     """Write a state as a new archive, whole or not at all, and return its path.
 
@@ -81,9 +84,11 @@ def write_archive(
         kind: what it is for; readers ask for a kind.
         schema: version of the layout of state and meta.
         max_file_bytes: a file of tensors gets no larger than this, unless a single tensor is.
+        verify: read everything back and compare the checksums before the archive gets its name.
 
     Raises:
-        ArchiveError: it exists, or cannot be written (disk full, read-only, forbidden); no half is left.
+        ArchiveError: it exists, or cannot be written (disk full, read-only, forbidden), or is not read back
+            as it was written; no half is left.
         UnsupportedStateError: the state or meta holds something that cannot be stored.
     """
     path = Path(path)
@@ -92,8 +97,7 @@ def write_archive(
     if meta_tensors:
         raise UnsupportedStateError("meta: tensors and arrays belong into the state")
     body = {"format": _FORMAT, "kind": kind, "schema": schema, "meta": encoded_meta}
-    token = _host_token() + secrets.token_hex(4)
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}-{token}")
+    temporary = _temporary(path)
     try:
         if os.path.lexists(path):
             raise ArchiveError(f"cannot write the archive {path}: it exists already")
@@ -102,13 +106,17 @@ def write_archive(
         files = {}
         for name, part in _parts(tensors, max_file_bytes):
             files[name] = write_tensor_file(temporary / name, part)
-        files[_SKELETON] = _write_file(temporary / _SKELETON, [json.dumps(skeleton).encode()])
+        files[_SKELETON] = write_file(temporary / _SKELETON, [json.dumps(skeleton).encode()])
         body["files"] = files
         text = json.dumps({**body, "crc32": _crc_of(body)}, indent=1, allow_nan=False)
-        _write_file(temporary / _MANIFEST, [text.encode()])
-        _sync_directory(temporary)
+        write_file(temporary / _MANIFEST, [text.encode()])
+        sync_directory(temporary)
+        if verify:
+            for name, facts in files.items():
+                if checksum(temporary / name, from_disk=True) != facts["crc32"]:
+                    raise ArchiveError(f"cannot write the archive {path}: {name} is not read back as written")
         temporary.rename(path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         raise ArchiveError(f"cannot write the archive {path}: {error.strerror or error}") from error
     finally:
@@ -138,9 +146,10 @@ def read_archive(
                 raise ArchiveError(f"the archive {path} holds a file that is not part of it: {name}")
         tensors: dict[str, Tensor] = {}
         for name, (_, crc32) in manifest.files.items():
-            _verify(path / name, crc32)
+            if checksum(path / name) != crc32:
+                raise ArchiveError(f"the archive {path} is damaged: {name} does not match its checksum")
             if name != _SKELETON:
-                tensors.update(_read_tensors(path / name, device))
+                tensors.update(read_tensor_file(path / name, device))
         skeleton = json.loads((path / _SKELETON).read_bytes())
         return unflatten(tensors, skeleton), manifest.meta
     except OSError as error:
@@ -212,6 +221,15 @@ def list_archives(directory: str | os.PathLike[str], kind: str) -> list[Path]:
     return found
 
 
+def remove_archive(path: str | os.PathLike[str]) -> None:
+    """Remove an archive, so that no half of it is left under its name; what cannot be removed stays."""
+    path = Path(path)
+    doomed = _temporary(path)
+    with suppress(OSError):
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
 def remove_stale(directory: str | os.PathLike[str]) -> list[Path]:
     """Remove what killed writers left in a directory, and return the paths.
 
@@ -223,69 +241,15 @@ def remove_stale(directory: str | os.PathLike[str]) -> list[Path]:
         match = _TEMPORARY.fullmatch(entry.name)
         if match is None or entry.is_symlink() or not entry.is_dir():
             continue
-        is_gone = match["host"] == _host_token() and not _is_alive(int(match["pid"]))
+        is_gone = match["host"] == host_token() and not is_alive(int(match["pid"]))
         if is_gone or _age(entry) > _DAY:
             shutil.rmtree(entry, ignore_errors=True)
             removed.append(entry)
     return removed
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write a safetensors file, synced to disk, and return its ``bytes`` and ``crc32``.
-
-    Unlike the writer of the safetensors package it needs no NumPy, takes views and shared memory, and sums up
-    as it goes.
-
-    Raises:
-        KeyError: a tensor's dtype is not in `gradsentinel.tree.NATIVE_DTYPES`.
-        FileExistsError: the file exists; other OSErrors as they come.
-    """
-    codes = dict(zip(NATIVE_DTYPES, _CODES, strict=True))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps all aligned
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        dtype, shape = codes[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield struct.pack("<Q", len(head)) + head
-        for name in names:
-            tensor = tensors[name].detach().to("cpu").contiguous()
-            size = tensor.numel() * tensor.element_size()
-            if size:
-                yield memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
-
-    return _write_file(path, pieces())
-
-
-def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    size = crc = 0
-    with path.open("xb") as file:
-        for piece in pieces:
-            for start in range(0, len(piece), _CHUNK):
-                chunk = piece[start : start + _CHUNK]
-                file.write(chunk)
-                crc = zlib.crc32(chunk, crc)
-            size += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "crc32": f"{crc:08x}"}
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
-            raise
-    finally:
-        os.close(descriptor)
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".tmp-{path.name}-{os.getpid()}-{host_token()}{secrets.token_hex(4)}")
 
 
 def _parts(tensors: Mapping[str, Tensor], limit: int) -> list[tuple[str, dict[str, Tensor]]]:
@@ -300,11 +264,6 @@ def _parts(tensors: Mapping[str, Tensor], limit: int) -> list[tuple[str, dict[st
     if len(parts) == 1:
         return [("state.safetensors", parts[0])]
     return [(f"state-{i:05}-of-{len(parts):05}.safetensors", part) for i, part in enumerate(parts, 1)]
-
-
-def _read_tensors(path: Path, device: torch.device | str) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:  # copies, since these tensors may be the mapped file itself
-        return {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
 
 
 def _parse(path: Path, body: Any) -> Manifest:
@@ -349,15 +308,6 @@ def _check_size(path: Path, size: int) -> None:
         raise ArchiveError(f"the archive {path.parent} is damaged: {path.name} is longer than it was")
 
 
-def _verify(path: Path, crc32: str) -> None:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    if f"{crc:08x}" != crc32:
-        raise ArchiveError(f"the archive {path.parent} is damaged: {path.name} does not match its checksum")
-
-
 def _entries(directory: str | os.PathLike[str]) -> list[Path]:
     try:
         return list(Path(directory).iterdir())
@@ -365,25 +315,6 @@ def _entries(directory: str | os.PathLike[str]) -> list[Path]:
         return []
     except OSError as error:
         raise ArchiveError(f"cannot list {directory}: {error.strerror or error}") from error
-
-
-def _host_token() -> str:
-    """Tell hosts, boots and containers apart, in which the same process id means different processes."""
-    facts = [socket.gethostname()]
-    with suppress(OSError):
-        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        facts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return f"{zlib.crc32('|'.join(facts).encode()):08x}"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # another user's, or no process id at all
-        return True
-    return True
 
 
 def _age(path: Path) -> float:

@@ -8,20 +8,25 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from gradsentinel.blame import judge_origin
+from torch import Tensor, nn
+
+from gradsentinel.blame import LocalGradients, judge_origin
 from gradsentinel.callback import Callback, Responder
+from gradsentinel.comparison import take_places
 from gradsentinel.consensus import default_consensus
 from gradsentinel.errors import ConfigurationError
+from gradsentinel.guard import DeviceGuard, HostGuard
 from gradsentinel.health import StateHealth
-from gradsentinel.host import TorchHost
+from gradsentinel.host import Host, TorchHost
 from gradsentinel.inquiry import Diagnoser, Examiner
 from gradsentinel.replicas import find_replicas
 from gradsentinel.run import Run
 from gradsentinel.scene import Scene
 from gradsentinel.store import RunDirectory
-from gradsentinel.topology import find_mesh, this_rank
+from gradsentinel.topology import VARIABLE, find_mesh, megatron_peers, ranks_of, this_rank
+from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")
 
@@ -48,7 +53,7 @@ def with_defaults(callbacks: Sequence[Callback] | None) -> list[Callback]:
 
 def _watches(callback: Callback) -> bool:
     """True if the callback may return findings about a step."""
-    methods = ("on_after_backward", "on_before_clip", "on_after_step")
+    methods = ("on_batch", "on_after_backward", "on_before_clip", "on_after_step")
     return not isinstance(callback, Responder) and any(
         getattr(type(callback), method) is not getattr(Callback, method) for method in methods
     )
@@ -68,32 +73,98 @@ def default_diagnosers() -> list[Diagnoser]:
     return [diagnose]
 
 
+class HostOfRanks(Host, Protocol):
+    """What a host tells, beyond `Host`, of how its parameters are spread over ranks."""
+
+    def data_parallel_group(self, name: str) -> Any:
+        """Return the process group over which a parameter is kept alike, or None if nobody does that."""
+
+    def data_parallel_meshes(self) -> list[Any]:
+        """Return the device meshes along which FSDP2 shards and replicates."""
+
+    def sharded_modules(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that FSDP2 manages, with their names."""
+
+
 def make_run(
-    host: TorchHost, run_dir: str | os.PathLike[str] | None, *, mesh: Any = None, timeout: float = 600.0
+    host: HostOfRanks,
+    run_dir: str | os.PathLike[str] | None,
+    *,
+    mesh: Any = None,
+    timeout: float = 600.0,
+    local: LocalGradients | None = None,
 ) -> Run:
-    """Return the run of this process; the directory is not made yet. Called on: every rank."""
+    """Return the run of this process; the directory is not made yet. Called on: every rank.
+
+    `local` is what looks at this rank's own gradients, where a framework's adapter brings it along.
+    """
     consensus = default_consensus(host.device, timeout=timeout)
     unnamed = f"gradsentinel-runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     path = unnamed if run_dir is None else os.fspath(run_dir)
     scene = Scene(host.modules(), device_types=(host.device.type,))
-    mesh = mesh if mesh is not None else find_mesh(p for _, p in host.named_parameters())
+    parameters = [parameter for _, parameter in host.named_parameters()]
+    rank, path = take_places(
+        consensus,
+        path,
+        partial(
+            this_rank,
+            consensus.rank,
+            host.device,
+            world_size=consensus.world_size,
+            mesh=mesh,
+            parameters=parameters,
+        ),
+        stated=os.environ.get(VARIABLE) if mesh is None else None,
+    )
     run = Run(
         host=host,
-        directory=RunDirectory(consensus.gather(path)[0]),
+        directory=RunDirectory(path),
         consensus=consensus,
         scene=scene,
         health=StateHealth(host, scene.buffers),
-        rank=this_rank(consensus.rank, host.device, mesh=mesh),
+        rank=rank,
         explicit_directory=run_dir is not None,
         optimizers=host.optimizers,
+        local=local or LocalGradients(),
     )
+    if run.explicit_directory:
+        run.skipped.load()
     if consensus.world_size > 1:
-        run.replicas = find_replicas(host.named_parameters(), replicated=host.data_parallel_group)
-        run.local.watch_parameters(
-            (name, p) for name, p in host.named_parameters() if host.data_parallel_group(name) is not None
+        run.replicas = find_replicas(
+            host.named_parameters(),
+            replicated=host.data_parallel_group,
+            data_parallel=host.data_parallel_meshes(),
         )
-        run.local.watch_outputs(host.sharded_modules())
+    if consensus.world_size > 1 and local is None:
+        _watch_local(run, host, parameters)
     return run
+
+
+def _watch_local(run: Run, host: HostOfRanks, parameters: Sequence[Tensor]) -> None:
+    """Have this rank's own gradients looked at before they are reduced."""
+    run.local.watch_parameters(
+        (name, p) for name, p in host.named_parameters() if host.data_parallel_group(name) is not None
+    )
+    sharded = host.sharded_modules()
+    run.local.watch_sharded(sharded)
+    run.local.watch_exchanges(host.modules())
+    # FSDP distributes parameters and not what is computed with them.
+    peers = megatron_peers() or (() if sharded else ranks_of(find_mesh(parameters)))
+    run.local.first_peer = min(peers) if run.rank.rank in peers else None
+
+
+def make_guard(kind: str, host: TorchHost, watch: Watch, ema: Any, model: Any) -> HostGuard:
+    """Return what makes the steps; raises ConfigurationError if it cannot be had for this loop."""
+    if kind == "host":
+        return HostGuard(host, watch, ema_updater(ema, model))
+    if kind != "device":
+        raise ConfigurationError(f"guard={kind!r} must be 'host' or 'device'")
+    if ema is not None:
+        raise ConfigurationError(
+            "ema= is updated after each applied step, which only the device knows under guard='device'; "
+            "use guard='host'"
+        )
+    return DeviceGuard(host, watch)
 
 
 def ema_updater(ema: Any, model: Any) -> Callable[[], None]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsentinel.decision import Decision
 from gradsentinel.host import TorchHost
-from gradsentinel.watch import Verdict, Watch
+from gradsentinel.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,7 +37,7 @@ class Attachment:
         self._host = host
         self._watch = watch
         self._handles: list[Any] = []
-        self._verdict: Verdict | None = None
+        self._decision: Decision | None = None
         self._suspects: list[tuple[tuple[str, ...], Tensor]] = []
 
     def __enter__(self) -> Self:
@@ -94,16 +95,16 @@ class Attachment:
         view.origin = self._origin
         # A fused optimizer is called even when the GradScaler found an overflow; it then does nothing.
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        verdict = self._watch.before_clip(view, optimizers=[optimizer], loss_scale=scale, overflow=overflow)
-        self._verdict = verdict
-        if not verdict.apply:
+        decision = self._watch.before_clip(view, optimizers=[optimizer], loss_scale=scale, overflow=overflow)
+        self._decision = decision
+        if not decision.apply:
             self._host.drop([optimizer])
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        verdict, self._verdict = self._verdict, None
+        decision, self._decision = self._decision, None
         self._suspects.clear()
-        if verdict is not None:
-            self._watch.after_step(verdict, learning_rates=self._host.learning_rates())
+        if decision is not None:
+            self._watch.after_step(decision, learning_rates=self._host.learning_rates())
             self._watch.prepare()
 
     def _origin(self) -> frozenset[str]:

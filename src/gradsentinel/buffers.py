@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gradsentinel.inspection import stored
+from gradsentinel.wording import plain_name
 
 _SMALL = 1 << 20
 """Buffers up to this many bytes are copied every step."""
@@ -33,6 +34,8 @@ class BufferShadow:
         self._unborn: list[nn.Module] = []
         """Modules whose buffers had no shape yet when they were to be remembered."""
         self._captures = 0
+        self.may_wait = True
+        """False trusts the version counters of large buffers instead of comparing them from time to time."""
         self._absent: list[tuple[nn.Module, str]] = []
         self.find()
 
@@ -81,7 +84,7 @@ class BufferShadow:
             if kept is None or not kept.fits(buffer, source):
                 self._kept[key] = _Kept(buffer, source.detach().clone(), version_of(buffer))
                 continue
-            if not kept.live and look_again and source.layout is torch.strided:
+            if self.may_wait and not kept.live and look_again and source.layout is torch.strided:
                 kept.live = not torch.equal(kept.copy, source)
             if kept.live or kept.version != version_of(buffer):
                 targets.append(kept.copy)
@@ -122,6 +125,37 @@ class BufferShadow:
             if reset is not None:
                 reset()
 
+    @torch.no_grad()
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Write values of the same shape and dtype into the buffers of these names; waits for the device."""
+        for label, module, name in self._owners:
+            buffer = module._buffers.get(name)
+            if buffer is None or label not in values:
+                continue
+            if stored(buffer).is_inference():  # such a tensor is never written, only replaced
+                module._buffers[name] = values[label].to(buffer.device, copy=True)
+            else:
+                stored(buffer).copy_(values[label])
+
+    @torch.no_grad()
+    def restore_where(self, condemned: Tensor, roots: Sequence[nn.Module] | None = None) -> None:
+        """Write the remembered values back if `condemned` (0-dim bool, on the device) is true; no wait.
+
+        Args:
+            condemned: whether the step is dropped.
+            roots: leave buffers outside of these modules alone; None writes into all.
+        """
+        inside = None if roots is None else {id(module) for root in roots for module in root.modules()}
+        for _, module, name in self._owners:
+            kept, buffer = self._kept.get((id(module), name)), module._buffers.get(name)
+            if kept is None or buffer is None or (inside is not None and id(module) not in inside):
+                continue
+            if buffer is kept.buffer and not kept.live and kept.version == version_of(buffer):
+                continue
+            target = stored(buffer)
+            if target.shape == kept.copy.shape and target.dtype == kept.copy.dtype:
+                target.copy_(torch.where(condemned.to(target.device), kept.copy, target))
+
     def find(self) -> None:
         """Look which modules and buffers there are; new ones are remembered at the next capture."""
         self._owners.clear()
@@ -131,7 +165,7 @@ class BufferShadow:
                 if id(module) in seen:
                     continue
                 seen.add(id(module))
-                stem = ".".join(part for part in (prefix, path) if part)
+                stem = plain_name(".".join(part for part in (prefix, path) if part))
                 for name in module._buffers:
                     self._owners.append((f"{stem}.{name}" if stem else name, module, name))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradsentinel.callback import Callback, Comparer, Responder, check_callback, check_signature
+from gradsentinel.callback import Callback, Comparer, Detector, Responder, check_callback, check_signature
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
-from gradsentinel.events import METHODS, Event
+from gradsentinel.events import METHODS, AfterBackward, Batch, BeforeClip, Event, IncidentEvent
 from gradsentinel.evidence import Finding
 from gradsentinel.judge import Filed
 from gradsentinel.testing import record_swallowed
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradsentinel")
 
 E = TypeVar("E", bound=Event)
+
+_LOOKS = (Batch, AfterBackward, BeforeClip)
+"""Where a detector looks at a step; one with a `check_interval` hears them in every so many steps."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,8 @@ class Listener:
     every: int = 1
     once: bool = False
     alive: bool = True
+    attention: int = 0
+    """It hears the event in each of so many steps after an incident, whatever `every` is."""
 
 
 class Handle:
@@ -81,6 +87,8 @@ class Bus:
         self.slot_names: list[str] = ["functions"]
         self._names: dict[int, str] = {}
         self._off: set[int] = set()
+        self._last_incident = -math.inf
+        """The step of the last incident."""
         self._listeners: dict[type[Event], tuple[Listener, ...]] = dict.fromkeys(METHODS, ())
         for callback in callbacks:
             self.add(callback)
@@ -100,9 +108,10 @@ class Bus:
         self._names[id(callback)] = self.slot_names[slot]
         for event, method in METHODS.items():
             if getattr(type(callback), method) is not getattr(Callback, method):
-                self._append(
-                    event, Listener(getattr(callback, method), callback, self.slot_names[slot], slot)
-                )
+                listener = Listener(getattr(callback, method), callback, self.slot_names[slot], slot)
+                if isinstance(callback, Detector) and event in _LOOKS:
+                    listener.every, listener.attention = callback.check_interval, callback.attention_steps
+                self._append(event, listener)
 
     def on(
         self, event: type[E], function: Callable[[E], Any], *, every: int = 1, once: bool = False
@@ -129,11 +138,19 @@ class Bus:
         """Return True if anybody listens; ask before building an event."""
         return bool(self._listeners[event])
 
+    def has_functions(self, event: type[Event]) -> bool:
+        """Return True if a plain function listens, which other ranks may not have."""
+        return any(listener.slot == 0 for listener in self._listeners[event])
+
     def emit(self, event: Event) -> list[Filed]:
         """Deliver an event in order of registration and return the findings that came back."""
         filed: list[Filed] = []
+        if isinstance(event, IncidentEvent):
+            self._last_incident = event.step
         for listener in self._listeners[type(event)]:
-            if not listener.alive or event.step % listener.every:
+            if not listener.alive or (
+                event.step % listener.every and not self._attends(listener, event.step)
+            ):
                 continue
             try:
                 found = listener.function(event)
@@ -148,6 +165,10 @@ class Bus:
             if listener.once and listener.alive:
                 self._remove(type(event), listener)
         return filed
+
+    def _attends(self, listener: Listener, step: int) -> bool:
+        """True if there was an incident lately, the same one on every rank, and the listener cares."""
+        return listener.attention > 0 and step <= self._last_incident + listener.attention
 
     @staticmethod
     def _wish_to_stop(listener: Listener, wish: TrainingAborted, step: int) -> Filed:
@@ -164,12 +185,16 @@ class Bus:
         """Return the name of a registered callback, unique on this bus."""
         return self._names[id(callback)]
 
-    def must_settle(self, step: int) -> bool:
+    def must_settle(self, step: int, *, responders_only: bool = False) -> bool:
         """Return True if findings made after this step may not wait for the next one.
 
         Asks switched-off callbacks too: the answer has to be the same on every rank.
         """
-        return any(self._checks(callback, step) for callback in self.callbacks)
+        return any(
+            self._checks(callback, step)
+            for callback in self.callbacks
+            if isinstance(callback, Responder) or not responders_only
+        )
 
     def _checks(self, callback: Callback, step: int) -> bool:
         try:
@@ -184,7 +209,7 @@ class Bus:
     def responders(self) -> list[Responder]:
         """Return the responders from the cheapest rung to the dearest, in order of registration."""
         found = [callback for callback in self.callbacks if isinstance(callback, Responder)]
-        return sorted(found, key=lambda responder: responder.rung)
+        return sorted(found, key=lambda responder: (responder.rung, responder.place))
 
     def comparers(self) -> list[Comparer]:
         """Return the callbacks that compare ranks, switched-off ones too: all ranks need one list."""

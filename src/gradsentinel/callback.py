@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from gradsentinel import events
 from gradsentinel.decision import Action
@@ -28,8 +28,8 @@ Findings = Finding | Sequence[Finding] | None
 class Callback:
     """Hears events; override the methods you need, the others cost nothing.
 
-    `on_run_start`, `on_after_backward`, `on_before_clip`, `on_after_step` and `on_run_end` may return
-    findings.
+    `on_run_start`, `on_batch`, `on_after_backward`, `on_before_clip`, `on_after_step` and `on_run_end` may
+    return findings.
     A callback never waits for the device, never communicates and never changes a gradient in
     `on_batch`, `on_after_backward` and `on_before_clip`: the bus does that for all of them at once.
     """
@@ -40,8 +40,8 @@ class Callback:
     def on_step_start(self, event: events.StepStart) -> None:
         """Hear that a step begins."""
 
-    def on_batch(self, event: events.Batch) -> None:
-        """Hear that a micro-batch is about to enter the model."""
+    def on_batch(self, event: events.Batch) -> Findings:
+        """Hear that a micro-batch is about to enter the model; findings wait for `on_before_clip`."""
 
     def on_after_backward(self, event: events.AfterBackward) -> Findings:
         """Hear that a micro-batch has its gradients; findings wait for `on_before_clip`."""
@@ -83,6 +83,21 @@ class Callback:
 class Detector(Callback):
     """Observes and returns findings; if it raises it is reported, switched off, and the run goes on."""
 
+    check_interval = 1
+    """It looks in every so many steps: between them it hears no `on_batch`, `on_after_backward` and
+    `on_before_clip`. Set it in a class of your own, or with `check_every`."""
+    attention_steps = 20
+    """After an incident it looks in each of so many steps, whatever its interval."""
+
+    def norm_bound(self) -> float | None:
+        """Return the largest global gradient norm it lets pass, if `on_before_clip` looks at nothing else.
+
+        Where the framework's norm is known to every rank anyway (FSDP), no agreement is needed then while
+        the norm keeps every bound. None: it looks at numbers that other ranks do not have. Depends on the
+        settings alone.
+        """
+        return None
+
 
 class Comparer(Detector):
     """A detector whose numbers must be the same on all ranks of a group; the watch does the comparing.
@@ -110,29 +125,88 @@ class Comparer(Detector):
     def alike(self, step: int) -> None:
         """Hear that nothing differs in this rank's groups, in the state that this step begins with."""
 
+    standings: ClassVar[int] = 1
+    """How many numbers `standing` returns where it returns any."""
+
     def standing(self) -> Tensor | None:
-        """Return a number that should be alike on all ranks though not equal (0-dim), such as a log norm."""
+        """Return what should be alike on all ranks though not equal, such as a log norm.
+
+        0-dim, or `standings` numbers in one dimension. What is not finite does not count.
+        """
         return None
 
     def compared(self, step: int, own: float, others: tuple[float, float]) -> Findings:
         """Hear this rank's number and mean and deviation of the other ranks'."""
         return None
 
+    def compared_at(self, place: int, step: int, own: float, others: tuple[float, float]) -> Findings:
+        """Hear the same of the number at this place; override it where `standings` is more than 1."""
+        del place
+        return self.compared(step, own, others)
+
 
 class Responder(Callback):
-    """Acts on an agreed incident; if it raises, the run stops with the last good state on disk."""
+    """Acts on an agreed incident; if it raises, the run stops with the last good state on disk.
+
+    All ranks are asked, and have to do the same. One that has to communicate does so through
+    `run.consensus`, with the same calls in the same order on every rank: there a rank that raised, or
+    answered already, is noticed before the others wait for it. Nothing can notice it in a collective of
+    `torch.distributed` itself, nor in one within a group (`copy_from`, `differ`): whatever may raise comes
+    before `run.consensus.all_of(True)`, and such a collective after it.
+    """
 
     rung: ClassVar[Action]
     """Where on the recovery ladder it stands."""
+    place: ClassVar[int] = 0
+    """Of the responders on one rung the one with the lower number is asked first, then as in the list."""
 
-    def escalates(self, incident: Incident, run: Run) -> bool:
-        """Return True to take this incident over from the cheaper rungs below."""
+    def escalates(self, incident: Incident, run: Run) -> bool | Action:
+        """Return True to take this incident over from the cheaper rungs below, or the rung to begin with."""
         del incident, run
         return False
+
+    def closes(self, incident: Incident, run: Run) -> Collection[Action]:
+        """Return the rungs that must not be used for this incident, such as those whose budget is used up."""
+        del incident, run
+        return ()
 
     def respond(self, incident: Incident, run: Run) -> Recovery | None:
         """Recover from the incident, or return None to hand it to the next rung; called on every rank."""
         raise NotImplementedError
+
+
+D = TypeVar("D", bound=Detector)
+
+
+def check_every(steps: int, detector: D, *, attention_steps: int = 20) -> D:
+    """Have a dear detector look in every so many steps only, and return it.
+
+    On the other steps it costs nothing and sees nothing; so leave one alone that drops bad steps. Its looks
+    depend on the number of the step and on incidents, so they are the same on every rank. What it does
+    after a step (`on_after_step`, comparisons) is its own business.
+
+    Args:
+        steps: it looks in the steps that this divides.
+        detector: any detector, also one of your own.
+        attention_steps: after an incident it looks in each of so many steps.
+
+    Raises:
+        ConfigurationError: for anything else than a detector, or numbers that make no sense.
+    """
+    if not isinstance(detector, Detector):
+        raise ConfigurationError(
+            f"check_every takes a detector, not {detector!r:.80}; only detectors look at gradients"
+        )
+    _check_interval(steps, attention_steps)
+    detector.check_interval, detector.attention_steps = steps, attention_steps
+    return detector
+
+
+def _check_interval(steps: Any, attention_steps: Any) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigurationError(f"check_interval={steps!r} must be at least 1 step")
+    if isinstance(attention_steps, bool) or not isinstance(attention_steps, int) or attention_steps < 0:
+        raise ConfigurationError(f"attention_steps={attention_steps!r} must be a number of steps, 0 or more")
 
 
 def check_callback(callback: object) -> Callback:
@@ -148,8 +222,10 @@ def check_callback(callback: object) -> Callback:
     _check_names(type(callback), known)
     for name in known:
         check_signature(getattr(callback, name), f"{type(callback).__name__}.{name}")
+    if isinstance(callback, Detector):
+        _check_interval(callback.check_interval, callback.attention_steps)
     if isinstance(callback, Responder):
-        for name in ("respond", "escalates"):
+        for name in ("respond", "escalates", "closes"):
             check_signature(getattr(callback, name), f"{type(callback).__name__}.{name}", "incident", "run")
     if isinstance(callback, Responder) and not isinstance(getattr(callback, "rung", None), Action):
         raise ConfigurationError(

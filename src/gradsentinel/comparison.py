@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
@@ -17,17 +17,62 @@ import torch
 from torch import Tensor
 
 from gradsentinel.bus import Bus
-from gradsentinel.callback import Comparer
+from gradsentinel.callback import Callback, Comparer, Detector, Findings
+from gradsentinel.consensus import Consensus
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.judge import Filed
 from gradsentinel.replicas import ReplicaGroup, absent, combine
 from gradsentinel.run import Run
-from gradsentinel.topology import fold_ranks
+from gradsentinel.topology import VARIABLE, Rank, fold_ranks
 
 _ADDRESS = re.compile(r"( at )?\b0x[0-9a-fA-F]{6,}")
 _DEVICE = re.compile(r"\b(cuda|npu|xpu|hpu|mps):\d+")
 _LONGEST_LINE = 1000
 """Characters of one callback's settings that travel to say what differs."""
+
+
+def take_places(
+    consensus: Consensus, path: str, locate: Callable[[], Rank], *, stated: str | None = None
+) -> tuple[Rank, str]:
+    """Return this rank's place in the job, and the run directory that rank 0 wants; called on every rank.
+
+    Args:
+        consensus: how the ranks agree.
+        path: the run directory that this rank wants.
+        locate: tells this rank's place, or raises ConfigurationError.
+        stated: what the environment says of the job, if it is asked; the same on every rank.
+
+    Raises:
+        ConfigurationError: on every rank, if one has no place, or if the ranks were told of different jobs.
+    """
+    found: Rank | None = None
+    problem = ""
+    try:
+        found = locate()
+    except ConfigurationError as error:
+        problem = str(error)
+    everyone = consensus.gather((path, problem, stated))
+    without = [(rank, problem) for rank, (_, problem, _) in enumerate(everyone) if problem]
+    if found is None or without:
+        raise ConfigurationError(problem if consensus.world_size == 1 else _without_place(without))
+    texts = [text for _, _, text in everyone]
+    odd = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if odd:
+        raise ConfigurationError(
+            f"{VARIABLE} is not the same on all ranks: {texts[0]!r} on rank 0, {texts[odd[0]]!r} on "
+            f"{fold_ranks(rank for rank in odd if texts[rank] == texts[odd[0]])}"
+        )
+    return found, everyone[0][0]
+
+
+def _without_place(without: Sequence[tuple[int, str]]) -> str:
+    """Say who has no place, and why, the same reason once."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, problem in without:
+        by_reason.setdefault(problem, []).append(rank)
+    told = [f"{fold_ranks(ranks)}: {reason}" for reason, ranks in by_reason.items()]
+    more = f"; and {len(told) - 3} more reasons" if len(told) > 3 else ""
+    return "; ".join(told[:3]) + more
 
 
 def compare_settings(run: Run, bus: Bus) -> None:
@@ -41,7 +86,8 @@ def compare_settings(run: Run, bus: Bus) -> None:
     if run.consensus.world_size == 1:
         return
     mine = [
-        bus.ask(callback, partial(_words, callback), run.step, "__repr__") or type(callback).__name__
+        (bus.ask(callback, partial(_words, callback), run.step, "__repr__") or type(callback).__name__)
+        + _interval(callback)
         for callback in bus.callbacks
     ]
     digest = _digest("\n".join(mine))
@@ -127,27 +173,35 @@ def _fingerprints(comparer: Comparer, group: ReplicaGroup) -> Tensor:
 
 
 def _compare_standing(run: Run, bus: Bus, comparer: Comparer, step: int) -> list[Filed]:
-    """Tell a rank how the others stand: count, sum and sum of squares are all that travels."""
-    own = bus.ask(comparer, lambda: _standing(comparer), step, "standing")
-    counted = own is not None and math.isfinite(own)
-    mine = torch.tensor([1.0, own, own * own] if counted else [0.0, 0.0, 0.0])
-    count, total, squares = (run.consensus.total(mine) - mine).tolist()
-    if not counted or count < 1:
-        return []
-    mean = total / count
-    deviation = math.sqrt(max(squares / count - mean * mean, 0.0))
-    found = bus.ask(
-        comparer,
-        lambda: bus.file(comparer, comparer.compared(step, own, (mean, deviation)), step),
-        step,
-        "compared",
+    """Tell a rank how the others stand: of each number count, sum and sum of squares are all that travels."""
+    own = bus.ask(comparer, lambda: _standing(comparer), step, "standing") or [math.nan] * comparer.standings
+    counted = [math.isfinite(number) for number in own]
+    mine = torch.tensor(
+        [[1.0, n, n * n] if counts else [0.0, 0.0, 0.0] for n, counts in zip(own, counted, strict=True)]
     )
-    return found or []
+    others = (run.consensus.total(mine.flatten()) - mine.flatten()).reshape(-1, 3).tolist()
+    filed: list[Filed] = []
+    for place, (count, total, squares) in enumerate(others):
+        if not counted[place] or count < 1:
+            continue
+        mean = total / count
+        told = (own[place], (mean, math.sqrt(max(squares / count - mean * mean, 0.0))))
+        look = partial(comparer.compared_at, place, step, *told)
+        filed += bus.ask(comparer, partial(_file, bus, comparer, step, look), step, "compared") or []
+    return filed
 
 
-def _standing(comparer: Comparer) -> float | None:
+def _file(bus: Bus, comparer: Comparer, step: int, look: Callable[[], Findings]) -> list[Filed]:
+    return bus.file(comparer, look(), step)
+
+
+def _standing(comparer: Comparer) -> list[float] | None:
     standing = comparer.standing()
-    return None if standing is None else float(standing)
+    if standing is None:
+        return None
+    if standing.numel() != comparer.standings:
+        raise TypeError(f"standing has {standing.numel()} numbers; standings says {comparer.standings}")
+    return [float(number) for number in standing.flatten().tolist()]
 
 
 def _unmatched(here: Sequence[str], there: Sequence[str]) -> tuple[str, str]:
@@ -158,6 +212,15 @@ def _unmatched(here: Sequence[str], there: Sequence[str]) -> tuple[str, str]:
     return (
         _listed(list((mine - theirs).elements())),
         _listed(list((theirs - mine).elements())),
+    )
+
+
+def _interval(callback: Callback) -> str:
+    """Say how often a detector looks, if not in every step."""
+    if not isinstance(callback, Detector) or callback.check_interval == 1:
+        return ""
+    return (
+        f" in every {callback.check_interval} steps, and {callback.attention_steps} steps after an incident"
     )
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import TYPE_CHECKING
 
 from gradsentinel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from gradsentinel.incident import Incident
 
 
 class Action(IntEnum):
@@ -59,6 +64,7 @@ class Kind(str, Enum):
     SATURATION = "saturation"
     MAGNITUDE = "magnitude"
     SPIKE = "spike"
+    STAGNATION = "stagnation"
     RANK_DIVERGENCE = "rank_divergence"
     LOSS_SCALE = "loss_scale"
     CALLBACK_ERROR = "callback_error"
@@ -74,3 +80,26 @@ def merge(actions: Iterable[Action]) -> Action:
     Associative, commutative and idempotent, so ranks may merge in any order and agree.
     """
     return max(actions, default=Action.CONTINUE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the ranks decided about the step in flight."""
+
+    apply: bool
+    """True when the optimizer should step."""
+    step: int = 0
+    """The step it is about; the run may go on from another one."""
+    action: Action = Action.CONTINUE
+    incident: Incident | None = None
+    went_back: bool = False
+    """True when the run goes on from an earlier step."""
+    grad_norm: float = 0.0
+    loss: float | None = None
+    safe_norm: float | None = None
+    """The true global norm where the usual formula overflowed on finite gradients; clip with this one."""
+    recomputed: bool = False
+    """True when the gradients were computed anew and must be looked at again."""
+    loss_scale: float | None = None
+    scaler_skips: bool = False
+    """True when the loss scaler is going to drop this step by itself."""

@@ -24,6 +24,8 @@ class TensorEvidence:
     """2-norm, infinite or NaN if an element is."""
     first_index: tuple[int, ...] | None = None
     """Position of the first non-finite element."""
+    counted: bool = True
+    """False when the tensor was gone before anybody could count: `nonfinite` 1 then means at least one."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form; keys as in incident.json."""
@@ -33,6 +35,7 @@ class TensorEvidence:
             "numel": self.numel,
             "norm": self.norm,
             "first_index": None if self.first_index is None else list(self.first_index),
+            "counted": self.counted,
         }
 
 
@@ -119,7 +122,9 @@ class Finding:
 
     def __post_init__(self) -> None:
         # A callback that counts on the host may give a plain bool or number.
-        object.__setattr__(self, "value", torch.as_tensor(self.value))
+        given: Any = self.value
+        if not isinstance(given, Tensor):
+            object.__setattr__(self, "value", torch.as_tensor(given))
 
     def resolve(self) -> Evidence | None:
         """Return the confirmed evidence, or None if the suspicion was unfounded."""

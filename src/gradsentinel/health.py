@@ -13,7 +13,7 @@ from gradsentinel.buffers import BufferShadow
 from gradsentinel.evidence import TensorEvidence
 from gradsentinel.gradients import GradientView
 from gradsentinel.host import Host
-from gradsentinel.inspection import local, nonfinite_in, without_infinities
+from gradsentinel.inspection import local, nonfinite_in, readable, values_of, without_infinities
 from gradsentinel.tree import tensors_in
 
 
@@ -51,13 +51,15 @@ class StateHealth:
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimizers' state tensors as 'parameter:key'."""
-        names = {id(p): name for name, p in self._host.named_parameters()}
-        for optimizer in self._host.optimizers:
-            for parameter, state in optimizer.state.items():
-                if isinstance(state, Mapping):
-                    for key, value in state.items():
-                        if isinstance(value, Tensor):
-                            yield f"{names.get(id(parameter), '?')}:{key}", value
+        return self._host.moments()
+
+    def averages(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of EMA, schedulers and extra objects, as far as that takes no wait."""
+        held: list[tuple[str, Tensor]] = []
+        for name, entry in self._host.stateful().items():
+            if not hasattr(entry, "get_scale"):  # a GradScaler's numbers are fetched from the device
+                held += [(f"{name}.{path}", tensor) for path, tensor in tensors_in(entry.state_dict())]
+        return self._demanded(held)
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of EMA, scaler, schedulers and extra objects, and the learning rates."""
@@ -86,10 +88,31 @@ class StateHealth:
         }
         return {part: tensors for part, tensors in found.items() if tensors}
 
-    def norm(self) -> Tensor:
-        """Return the 2-norm of the local state, 0-dim, not finite if an element is; one pass, no wait."""
-        parts = itertools.chain(self.parameters(), self.buffers(), self.moments())
-        return GradientView((name, local(tensor)) for name, tensor in parts).total_norm
+    def norms(self, *, before_step: bool = False) -> dict[str, Tensor]:
+        """Return the 2-norm of each part of the local state, 0-dim; one pass, no wait.
+
+        Not finite if an element is, or if the squares overflow.
+        """
+        parts = {
+            "parameters": self.parameters(),
+            "buffers": self.buffers(before_step=before_step),
+            "moments": self.moments(),
+            "averages": self.others(),
+        }
+        return {
+            part: GradientView((name, local(tensor)) for name, tensor in named).total_norm
+            for part, named in parts.items()
+        }
+
+    def norm(self, part: int = 0, parts: int = 1) -> Tensor:
+        """Return the 2-norm of the local state, 0-dim, not finite if an element is; one pass, no wait.
+
+        With `parts` only of one of so many parts with equally many elements, counted from 0. All of them
+        together are the whole state: parameters, buffers, moments, averages and what else is stateful.
+        """
+        named = itertools.chain(self.parameters(), self.buffers(), self.moments(), self.averages())
+        held = [(name, local(tensor)) for name, tensor in named]
+        return GradientView(held if parts == 1 else _share(held, part, parts)).total_norm
 
     def _demanded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         hopeless = {entry.name for entry in self.nan_at_start}
@@ -98,6 +121,19 @@ class StateHealth:
                 yield name, tensor
             elif name not in hopeless:
                 yield name, without_infinities(tensor)
+
+
+def _share(named: Iterable[tuple[str, Tensor]], part: int, parts: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the elements that belong to one of so many equal parts; a large tensor may lie in several."""
+    held = [(name, values_of(tensor).reshape(-1)) for name, tensor in named if readable(tensor) is None]
+    total = sum(values.numel() for _, values in held)
+    first, last = part * total // parts, (part + 1) * total // parts
+    place = 0
+    for name, values in held:
+        begin, end = max(first - place, 0), min(last - place, values.numel())
+        place += values.numel()
+        if begin < end:
+            yield name, values[begin:end]
 
 
 def in_words(found: Mapping[str, Any]) -> str:

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsentinel import schedules
+from gradsentinel.backward import Reduction
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.gradients import GradientView
+from gradsentinel.optimizer_state import Keep, capture_optimizer, named_moments, prepare_optimizers
+from gradsentinel.wording import plain_name
+from gradsentinel.wrappers import ddp_ignores, fsdp_meshes
 
 logger = logging.getLogger("gradsentinel")
 
@@ -35,6 +40,15 @@ class Host(Protocol):
 
     def stateful(self) -> Mapping[str, Any]:
         """Return the further objects with state_dict/load_state_dict that make up the training state."""
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the optimizers' state, as 'parameter:key'; master weights are among them."""
+
+    def capture_optimizers(self, keep: Keep) -> list[Any]:
+        """Return the optimizers' state, master weights included, each tensor as `keep` made it."""
+
+    def prepare_optimizers(self, saved: Sequence[Any]) -> Callable[[], None]:
+        """Return what writes a captured state back; raises SnapshotMismatch before anything is changed."""
 
     def drop(self, optimizers: Sequence[Optimizer]) -> None:
         """Forget the step's gradients so that the optimizers change nothing; exact, no wait."""
@@ -68,6 +82,7 @@ class TorchHost:
     ) -> None:
         self._given = _name_modules(model)
         self._modules = [(prefix, _unwrap(module)) for prefix, module in self._given]
+        self.reduction = Reduction(module for _, module in self._given)
         self._optimizers: tuple[Optimizer, ...] = _sequence(optimizer)
         self.schedulers: tuple[Any, ...] = () if scheduler is None else _sequence(scheduler)
         self.scaler = scaler if scaler is not None and _enabled(scaler) else None
@@ -124,19 +139,23 @@ class TorchHost:
         for prefix, module in self._given:
             parallel = find_ddp(module)
             if parallel is not None and name.startswith(f"{prefix}." if prefix else ""):
-                return parallel.process_group
+                alone = any(n == name and ddp_ignores(parallel, p) for n, p in self._order)
+                return None if alone else parallel.process_group
         return None
+
+    def data_parallel_meshes(self) -> list[Any]:
+        """Return the device meshes along which FSDP2 shards and replicates: there, ranks see other data."""
+        return [mesh for _, module in self.sharded_modules() for mesh in fsdp_meshes(module)]
 
     @property
     def reduces(self) -> bool:
-        """False while DDP leaves the gradients local, as under no_sync()."""
-        wrappers = [find_ddp(module) for _, module in self._given]
-        return all(ddp is None or bool(ddp.require_backward_grad_sync) for ddp in wrappers)
+        """False while DDP or FSDP leaves the gradients local, as under no_sync()."""
+        return all(self.reduction.state())
 
     def sharded_modules(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that FSDP2 (fully_shard) manages, with their names."""
         return [
-            (".".join(part for part in (prefix, name) if part), module)
+            (plain_name(".".join(part for part in (prefix, name) if part)), module)
             for prefix, root in self._modules
             for name, module in root.named_modules()
             if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
@@ -149,6 +168,19 @@ class TorchHost:
             found["scaler"] = self.scaler
         found.update({f"extra.{name}": entry for name, entry in self.extra.items()})
         return found
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the optimizers' state, as 'parameter:key'."""
+        return named_moments(self.optimizers, self.named_parameters())
+
+    def capture_optimizers(self, keep: Keep) -> list[Any]:
+        """Return the state of the optimizers by parameter name, the tensors as `keep` made them."""
+        named = list(self.named_parameters())
+        return [capture_optimizer(optimizer, named, keep) for optimizer in self.optimizers]
+
+    def prepare_optimizers(self, saved: Sequence[Any]) -> Callable[[], None]:
+        """Return what writes a captured state back; raises SnapshotMismatch before anything is changed."""
+        return prepare_optimizers(self.optimizers, saved, self.named_parameters())
 
     def drop(self, optimizers: Sequence[Optimizer]) -> None:
         """Set the gradients of the optimizers' parameters to None: a step then changes nothing at all.
@@ -219,10 +251,7 @@ class TorchHost:
         ):
             self.scaler.update()
         if advance:
-            for scheduler in self.schedulers:
-                owner = getattr(scheduler, "optimizer", None)
-                if owner is None or any(owner is optimizer for optimizer in optimizers):
-                    scheduler.step()
+            schedules.advance(self.schedulers, optimizers)
         for optimizer in optimizers:
             optimizer.zero_grad()
 
@@ -292,7 +321,7 @@ class TorchHost:
         self._order.clear()
         for prefix, module in self._modules:
             for name, parameter in module.named_parameters():
-                self._remember(f"{prefix}.{name}" if prefix else name, parameter)
+                self._remember(plain_name(f"{prefix}.{name}" if prefix else name), parameter)
         for index, optimizer in enumerate(self.optimizers):
             for number, group in enumerate(optimizer.param_groups):
                 for position, parameter in enumerate(group["params"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
@@ -13,8 +13,11 @@ from typing import Any
 from gradsentinel.decision import Action, Kind, Severity
 from gradsentinel.errors import StoreError
 from gradsentinel.evidence import Diagnosis, Sample, TensorEvidence
+from gradsentinel.topology import Rank, fold_ranks
 
 SCHEMA = 1
+MOST_RANKS = 64
+"""So many ranks of an incident are listed with their places; all of them are counted, and told in words."""
 
 
 class Outcome(str, Enum):
@@ -41,21 +44,8 @@ class Recovery:
     message: str
     step: int | None = None
     """The step the run goes on from, where it is not the next one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """One process of the job and its place in it."""
-
-    rank: int
-    host: str
-    device: str
-    coordinates: Mapping[str, int] = field(default_factory=dict)
-    """tp, pp, dp, cp, ep: those that exist in this job."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form; keys as in incident.json."""
-        return {"rank": self.rank, **self.coordinates, "host": self.host, "device": self.device}
+    overflow: bool = False
+    """True when the loss scaler drops the step by itself, as it would have done without the fault."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +66,11 @@ class Incident:
     detector: str = ""
     tensors: tuple[TensorEvidence, ...] = ()
     ranks: tuple[Rank, ...] = ()
+    """Those concerned; of more than `MOST_RANKS` the first ones."""
+    unlisted: int = 0
+    """So many further ranks are concerned."""
+    ranks_folded: str = ""
+    """All ranks in words, where some are not listed; `who` says it in any case."""
     microbatch: int | None = None
     samples: tuple[Sample, ...] = ()
     diagnosis: Diagnosis | None = None
@@ -86,6 +81,30 @@ class Incident:
     notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    """Of replicas that differ: the group in words, and the rank that holds what its majority holds. Not kept
+    on disk."""
+
+    @property
+    def rank_count(self) -> int:
+        """The number of ranks concerned, listed or not."""
+        return len(self.ranks) + self.unlisted
+
+    @property
+    def who(self) -> str:
+        """The ranks in few words: 'rank 3', 'ranks 0-16383'."""
+        return self.ranks_folded or fold_ranks(rank.rank for rank in self.ranks)
+
+    def concern(self, ranks: Iterable[Rank]) -> None:
+        """Say which ranks it is about, by rank."""
+        ordered = sorted(ranks, key=lambda rank: rank.rank)
+        self.ranks, self.unlisted = tuple(ordered[:MOST_RANKS]), max(0, len(ordered) - MOST_RANKS)
+        self.ranks_folded = fold_ranks(rank.rank for rank in ordered) if self.unlisted else ""
+
+    @property
+    def cured(self) -> bool:
+        """True if the step was made after all, with gradients that are sound."""
+        return self.outcome in (Outcome.RETRIED, Outcome.RESCUED)
 
     @property
     def where(self) -> str:
@@ -118,6 +137,8 @@ class Incident:
             "detector": self.detector,
             "parameters": [jsonable(tensor.as_dict()) for tensor in self.tensors],
             "ranks": [rank.as_dict() for rank in self.ranks],
+            "rank_count": self.rank_count,
+            "ranks_folded": self.who if self.ranks else "",
             "microbatch": self.microbatch,
             "samples": [
                 {"position": s.position, "id": jsonable(s.id), "field": s.field} for s in self.samples
@@ -156,6 +177,8 @@ class Incident:
                 detector=_text(data.get("detector", "")),
                 tensors=tuple(_tensor(entry) for entry in data["parameters"]),
                 ranks=tuple(_rank(entry) for entry in data["ranks"]),
+                unlisted=(unlisted := max(0, int(data.get("rank_count", 0)) - len(data["ranks"]))),
+                ranks_folded=_text(data.get("ranks_folded", "")) if unlisted else "",
                 microbatch=None if data["microbatch"] is None else int(data["microbatch"]),
                 samples=tuple(_sample(entry) for entry in data["samples"]),
                 diagnosis=None if diagnosis is None else _diagnosis(diagnosis),
@@ -219,6 +242,7 @@ def _tensor(entry: Mapping[str, Any]) -> TensorEvidence:
         numel=int(entry["numel"]),
         norm=float(entry["norm"]),
         first_index=None if index is None else tuple(int(position) for position in index),
+        counted=bool(entry.get("counted", True)),
     )
 
 

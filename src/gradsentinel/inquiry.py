@@ -11,14 +11,13 @@ from gradsentinel import events
 from gradsentinel.bus import Bus
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import TrainingAborted
-from gradsentinel.evidence import Evidence
+from gradsentinel.evidence import Diagnosis, Evidence
 from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.judge import Filed, Ruling
 from gradsentinel.recovery import Ladder
 from gradsentinel.run import Run
 from gradsentinel.testimony import Statement, bounded, open_incidents, severity_of
 from gradsentinel.testing import record_swallowed
-from gradsentinel.topology import fold_ranks
 
 logger = logging.getLogger("gradsentinel")
 
@@ -45,10 +44,13 @@ class Inquiry:
         self._bus = bus
         self._examiners = list(examiners)
         self._diagnosers = list(diagnosers)
-        self._warnings: dict[tuple[str, Kind], tuple[Incident, int]] = {}
+        self._warnings: dict[tuple[str, Kind, str], tuple[Incident, int]] = {}
 
-    def confirm(self, ruling: Ruling, started: float) -> list[Incident]:
-        """Look closer on the host; every rank does as soon as one suspects something."""
+    def confirm(self, ruling: Ruling, started: float, *, insist: bool = False) -> list[Incident]:
+        """Look closer on the host; every rank does as soon as one suspects something.
+
+        `insist` keeps a suspicion that turns out to be unfounded: the device has dropped the step for it.
+        """
         if not ruling.suspicious:
             return []
         confirmed: list[Statement] = []
@@ -58,7 +60,7 @@ class Inquiry:
             alike[key] += 1
             if alike[key] > _MOST_ALIKE:
                 continue
-            evidence = self._look_closer(entry)
+            evidence = self._look_closer(entry, insist=insist and entry.finding.action >= Action.RETRY)
             if evidence is not None and evidence.action > Action.CONTINUE:
                 confirmed.append(Statement(entry.detector, entry.step, evidence))
         for (detector, kind, _), count in alike.items():
@@ -71,11 +73,13 @@ class Inquiry:
             incident.seconds["detect"] = time.perf_counter() - started
         return incidents
 
-    def _look_closer(self, entry: Filed) -> Evidence | None:
+    def _look_closer(self, entry: Filed, *, insist: bool) -> Evidence | None:
         """Return what is left of a suspicion; one that cannot be examined stands."""
         finding = entry.finding
         try:
             evidence = finding.resolve()
+            if evidence is None and insist:
+                evidence = _unfounded(entry)
             if evidence is None:
                 return None
             for examine in self._examiners:
@@ -135,7 +139,7 @@ class Inquiry:
 
     def _goes_on(self, incident: Incident) -> bool:
         """Count a warning that goes on step after step, instead of opening an incident for each step."""
-        key = (incident.detector, incident.kind)
+        key = (incident.detector, incident.kind, str(incident.details.get("subject", "")))
         first, last_step = self._warnings.get(key, (incident, incident.step))
         self._warnings[key] = (first, incident.step)
         if first is incident or incident.step - last_step > _QUIET_STEPS:
@@ -172,7 +176,7 @@ class Inquiry:
         if self._run.consensus.rank:
             return
         alone = self._run.consensus.world_size == 1
-        where = "" if alone else f", {fold_ranks(place.rank for place in incident.ranks)}"
+        where = "" if alone else f", {incident.who}"
         logger.warning("step %d%s: %s", incident.step, where, text)
 
     def _write(self, incident: Incident) -> None:
@@ -183,3 +187,23 @@ class Inquiry:
             self._run.directory.write_incident(incident)
         except (OSError, TypeError, ValueError) as error:
             logger.error("incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
+
+
+def _unfounded(entry: Filed) -> Evidence:
+    """What is left of a suspicion that the device acted on and the host would not have."""
+    finding = entry.finding
+    return Evidence(
+        kind=finding.kind,
+        action=finding.action,
+        message=f"{entry.detector} suspected {str(finding.kind).replace('_', ' ')} "
+        f"({float(finding.value):g}) and the device dropped the step; a closer look finds nothing wrong, "
+        "so it was an intermediate result that overflowed",
+        microbatch=finding.microbatch,
+        diagnosis=Diagnosis(
+            cause="precision",
+            confidence=0.5,
+            phase="backward",
+            evidence=("nothing that was measured is bad by itself",),
+            remedy=("lower the loss scale; guard='host' looks closer before it drops a step",),
+        ),
+    )

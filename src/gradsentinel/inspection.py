@@ -42,6 +42,8 @@ def readable(tensor: Tensor) -> str | None:
         return "meta tensor"
     if torch.nn.parameter.is_lazy(tensor):
         return "not initialised yet"
+    if tensor._is_zerotensor():
+        return "zeros without memory"  # autograd's stand-in for a missing gradient: kernels crash on it
     if tensor.dtype in _PACKED or not (tensor.is_floating_point() or tensor.is_complex()):
         return f"{tensor.dtype} is always finite".replace("torch.", "")
     return None

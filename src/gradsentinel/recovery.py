@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
+from gradsentinel.ballot import GuardedConsensus
 from gradsentinel.callback import Responder
 from gradsentinel.decision import Action, Severity
 from gradsentinel.errors import RecoveryFailed, TrainingAborted
@@ -78,14 +80,17 @@ class Ladder:
             TrainingAborted: if no rung is left, or the incident asked for it.
         """
         start = incident.action
+        if run.late_step is not None:  # the weights have moved on: the step cannot be made any more
+            start = max(start, Action.SKIP)
         for responder in self.responders:
-            _, answers = self._ask(responder, responder.escalates, incident, run)
+            _, answers, rung = self._ask(responder, responder.escalates, incident, run)
             if _Answer.YES in answers:  # on one rank is enough: the most severe wins
-                start = max(start, responder.rung)
+                start = max(start, Action(rung))
+        closed = self._closed(incident, run)
         for responder in self.responders:
-            if responder.rung < start:
+            if responder.rung < start or responder.rung in closed:
                 continue
-            recovery, answers = self._ask(responder, responder.respond, incident, run)
+            recovery, answers, _ = self._ask(responder, responder.respond, incident, run)
             if len(answers) > 1:
                 self._fail(incident, run, f"{type(responder).__name__} did not do the same on every rank")
             if recovery is not None and not self._holds(recovery, run):
@@ -94,41 +99,76 @@ class Ladder:
                 )
                 continue
             if recovery is not None:
-                incident.action = responder.rung
+                harmless = recovery.outcome is Outcome.REPORTED
+                incident.action = Action.WARN if harmless else responder.rung
                 return recovery
         return self._abort(incident, run, asked=incident.action is Action.ABORT)
+
+    def _closed(self, incident: Incident, run: Run) -> set[Action]:
+        """Return the rungs that some responder, on some rank, closes for this incident."""
+        closing = [one for one in self.responders if type(one).closes is not Responder.closes]
+        if not closing:
+            return set()
+        mine: set[Action] = set()
+        failure: Exception | None = None
+        try:
+            for responder in closing:
+                mine.update(responder.closes(incident, run))
+        except Exception as error:  # noqa: BLE001 - told to every rank first, then raised with its cause
+            failure = error
+        own = [*(int(action in mine) for action in Action), int(failure is not None)]
+        *votes, failed = run.consensus.agree(torch.tensor(own, dtype=torch.int32)).tolist()
+        if failed:
+            where = "on another rank" if failure is None else f"on this rank: {failure}"
+            self._fail(incident, run, f"a budget could not be looked up {where}", failure)
+        return {action for action, vote in zip(Action, votes, strict=True) if vote}
 
     @staticmethod
     def _holds(recovery: Recovery, run: Run) -> bool:
         """Look at new gradients before anybody steps with them; called on every rank."""
-        if not recovery.apply:
+        if not recovery.apply or recovery.overflow:
             return True
-        present = ((name, p.grad) for name, p in run.host.named_parameters() if p.grad is not None)
+        present: Iterable[tuple[str, Tensor]]
+        if hasattr(run.host, "gradients"):
+            view = run.host.gradients(run.optimizers)
+            present = zip(view.names, view.gradients, strict=True)
+        else:
+            present = ((name, p.grad) for name, p in run.host.named_parameters() if p.grad is not None)
         return run.consensus.all_of(not nonfinite_in(present))
 
     def _ask(
         self, responder: Responder, question: Callable[[Incident, Run], T], incident: Incident, run: Run
-    ) -> tuple[T | None, set[int]]:
-        """Return this rank's answer and the kinds of answers that any rank gave."""
+    ) -> tuple[T | None, set[int], int]:
+        """Return this rank's answer, the kinds of answers that any rank gave, and the farthest of them.
+
+        How far an answer goes is the rung that it escalates to, or the step that it went back to.
+        """
         answer: T | None = None
         failure: Exception | None = None
+        guard, plain = GuardedConsensus(run.consensus, width=len(_Answer) + 2), run.consensus
+        run.consensus = guard
         try:
             answer = question(incident, run)
             own = _sort(answer)
         except Exception as error:  # noqa: BLE001 - told to every rank first, then raised with its cause
-            own, failure = _Answer.FAILED, error
-        there = answer.step if isinstance(answer, Recovery) and answer.step is not None else -1
-        ballot = torch.tensor([*(int(own is kind) for kind in _Answer), there, -there], dtype=torch.int32)
-        *votes, farthest, nearest = run.consensus.agree(ballot).tolist()
-        answers = {int(kind) for kind, vote in zip(_Answer, votes, strict=True) if vote}
+            own, failure = _Answer.FAILED, None if guard.left else error
+        finally:
+            run.consensus = plain
+        there = _reach(answer, responder)
+        (*votes, farthest, nearest), busy = guard.close_with(
+            [*(int(own is kind) for kind in _Answer), there, -there]
+        )
+        answers = {int(kind) for kind, vote in zip(_Answer, votes, strict=True) if vote > 0}
         name = type(responder).__name__
+        if busy and _Answer.FAILED not in answers:
+            self._fail(incident, run, f"{name} did not do the same on every rank")
         if failure is not None:
             self._fail(incident, run, f"{name} failed on this rank: {failure}", failure)
         if _Answer.FAILED in answers:
             self._fail(incident, run, f"{name} failed on another rank")
-        if len(answers) == 1 and farthest != -nearest:
+        if isinstance(answer, Recovery) and len(answers) == 1 and farthest != -nearest:
             self._fail(incident, run, f"{name} went to step {there} here and elsewhere on another rank")
-        return answer, answers
+        return answer, answers, farthest
 
     def _fail(self, incident: Incident, run: Run, reason: str, cause: Exception | None = None) -> NoReturn:
         kept = _leave_safely(incident, run)
@@ -150,9 +190,17 @@ class Ladder:
 def _sort(answer: object) -> _Answer:
     if isinstance(answer, Recovery):
         return _Answer.APPLY if answer.apply else _Answer.YES
-    if answer is None or isinstance(answer, bool):
+    if answer is None or isinstance(answer, (bool, Action)):
         return _Answer.YES if answer else _Answer.NO
     raise TypeError(f"it returned {type(answer).__name__}; respond returns a Recovery or None")
+
+
+def _reach(answer: object, responder: Responder) -> int:
+    if isinstance(answer, Recovery) and answer.step is not None:
+        return answer.step
+    if isinstance(answer, Action) or answer is True:
+        return int(responder.rung if answer is True else answer)
+    return -1
 
 
 def _leave_safely(incident: Incident, run: Run) -> str:
@@ -163,12 +211,18 @@ def _leave_safely(incident: Incident, run: Run) -> str:
         logger.exception("step %d: what it had done so far could not be undone", incident.step)
         record_swallowed(error)
     incident.action, incident.outcome, incident.severity = Action.ABORT, Outcome.ABORTED, Severity.CRITICAL
-    if run.known_good is None and run.iteration and not run.health.scan():
+    if run.known_good is None and run.applied and not run.health.scan():
         # Dropped steps change nothing, so this is the state from before the trouble.
         run.known_good = run.capture()
     saved = run.save_known_good()
+    if run.lock is not None:
+        run.lock.release()
     if saved is not None:
-        return f"The last good state is in {saved}; Sentinel.restore() goes on from it"
+        return f"The last good state is in {saved}; Sentinel(resume='auto') goes on from it"
+    before = run.states.saved()
+    if run.known_good is None and before:
+        run.saved_at = str(before[max(before)])
+        return f"The newest state is still {run.saved_at}; Sentinel(resume='auto') goes on from it"
     if run.known_good is None:
         return "There is no good state to save; Rollback() keeps some"
     return "The last good state could not be saved, see the log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +13,24 @@ from torch import Tensor
 
 from gradsentinel.consensus import ABSENT
 from gradsentinel.inspection import local
-from gradsentinel.topology import find_mesh
+from gradsentinel.topology import evenly, find_mesh, fold_ranks
 
 _WORD = {1: torch.int8, 2: torch.int16}
 """How the bits of narrow numbers are read; wider ones are read as int32."""
 _MODULUS = 2**61
 """Checksums stay below this, far from `ABSENT`. Words of 32 bits times odd weights: no single bit is lost."""
+_ND = 2
+_PLAIN = frozenset({0, _ND})
+"""Numbers of the NPU's plain tensor formats: NCHW and ND."""
 _CHUNK = 2**18
 """Elements at a time on a CPU, where the wide integers then stay in its cache: several times faster."""
 _LARGE_CHUNK = 2**22
 """Elements at a time on other devices, where each launch costs."""
+_APART = (
+    *("dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "batch"),
+    *("cp", "context", "ep", "expert", "pp", "pipeline"),
+)
+"""How the names of mesh dimensions begin along which ranks see other data, or hold other parameters."""
 _MIX = 0x9E3779B97F4A7C1  # odd, so that multiplying loses no bit; spreads the parameters over the total
 
 
@@ -38,20 +47,37 @@ class ReplicaGroup:
     members: tuple[str, ...]
     """Names of the parameters."""
 
+    @property
+    def label(self) -> str:
+        """The group in words, another text for each group of a job."""
+        return f"{self.name} {fold_ranks(self.ranks)}"
+
 
 def find_replicas(
-    named: Iterable[tuple[str, Tensor]], *, replicated: Callable[[str], Any] | None = None
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    replicated: Callable[[str], Any] | None = None,
+    data_parallel: Sequence[Any] = (),
 ) -> list[ReplicaGroup]:
     """Return the groups of a model's parameters, the same list on every rank.
 
     A distributed parameter is replicated over each mesh dimension on which its placement is Replicate
-    (HSDP replicas, norms and biases under tensor parallelism), and over those dimensions of the largest
-    mesh that its own one lacks (norms that are sharded over data-parallel ranks only). A plain one beside
-    distributed ones is replicated over their mesh. `replicated(name)` returns the process group over which
-    a plain parameter is replicated otherwise (DDP's), or None if nothing is known of it.
+    (HSDP replicas, norms and biases under tensor parallelism). Over those dimensions of the largest mesh
+    that it knows nothing of (a plain norm beside tensor-parallel layers, a norm that is sharded over
+    data-parallel ranks only) it is replicated where the ranks see the same data and so compute the same
+    gradient. Along data-parallel dimensions they do not: what nobody reduces there, such as a parameter
+    that `fully_shard` was told to ignore, is each rank's own.
+
+    Args:
+        named: parameters by name.
+        replicated: returns the process group over which a parameter is replicated otherwise (DDP's), or
+            None if nothing is known of it.
+        data_parallel: the meshes over which FSDP shards and replicates. A dimension whose name says so
+            (dp, data_parallel, dp_shard, cp, ...) counts as one along which the data differ, too.
     """
     named = list(named)
     mesh_of_all = find_mesh(tensor for _, tensor in named)
+    same_data = _same_data(mesh_of_all, data_parallel)
     found: dict[tuple[str, tuple[int, ...]], tuple[Any, list[str]]] = {}
 
     def enter(what: str, group: Any, name: str) -> None:
@@ -61,24 +87,33 @@ def find_replicas(
 
     for name, tensor in named:
         mesh: Any = getattr(tensor, "device_mesh", None)
-        group = None if mesh is not None or replicated is None else replicated(name)
+        group = None if replicated is None else replicated(name)
         if group is not None:
             enter("data-parallel replicas", group, name)
-            continue
         for dimension, placement in enumerate(getattr(tensor, "placements", ())):
             if placement.is_replicate():
                 enter(_dimension(mesh, dimension), mesh.get_group(dimension), name)
         for dimension in _dimensions_without(mesh_of_all, mesh):
-            enter(_dimension(mesh_of_all, dimension), mesh_of_all.get_group(dimension), name)
+            if dimension in same_data:
+                enter(_dimension(mesh_of_all, dimension), mesh_of_all.get_group(dimension), name)
     return [
-        ReplicaGroup(name=what, group=group, ranks=_evenly(ranks), members=tuple(members))
+        ReplicaGroup(name=what, group=group, ranks=evenly(ranks), members=tuple(members))
         for (what, ranks), (group, members) in found.items()
     ]
 
 
-def _evenly(ranks: Sequence[int]) -> Sequence[int]:
-    spaced = range(ranks[0], ranks[-1] + 1, max(1, ranks[1] - ranks[0]))
-    return spaced if tuple(spaced) == tuple(ranks) else ranks
+def _same_data(mesh: Any, data_parallel: Sequence[Any]) -> frozenset[int]:
+    """The dimensions of a mesh along which all ranks see the same data, as far as anybody can know."""
+    if mesh is None or mesh.get_coordinate() is None:
+        return frozenset()
+    reduced = [set(other.mesh.flatten().tolist()) for other in data_parallel]
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    return frozenset(
+        dimension
+        for dimension, name in enumerate(names)
+        if not name.lower().startswith(_APART)
+        and not any(set(dist.get_process_group_ranks(mesh.get_group(dimension))) <= one for one in reduced)
+    )
 
 
 def _dimensions_without(whole: Any, part: Any) -> list[int]:
@@ -105,7 +140,7 @@ def checksum(tensor: Tensor) -> Tensor:
     The bits are read as integers and summed (modulo a power of two, exact, so the order cannot matter),
     each weighted by its place so that swapped values are seen. A distributed tensor counts its shard;
     one whose terms are still to be added up over the ranks (Partial) has no bits to compare and gives 0.
-    On an NPU only plain tensor formats may be read this way; a sparse tensor waits for the device.
+    On an NPU the bits are those of the plain tensor format; a sparse tensor waits for the device.
     """
     if any(place.is_partial() for place in getattr(tensor, "placements", ())):
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -130,9 +165,18 @@ def _words(values: Tensor) -> Iterator[Tensor]:
         values = torch.view_as_real(values.resolve_conj())
     if values.dtype is torch.bool:
         values = values.to(torch.int8)
-    flat = values.resolve_neg().contiguous().flatten()
+    flat = in_plain_format(values.resolve_neg()).contiguous().flatten()
     flat = flat.as_strided((flat.numel(),), (1,))  # a single element may have any stride
     yield flat.view(_WORD.get(flat.element_size(), torch.int32))
+
+
+def in_plain_format(values: Tensor) -> Tensor:
+    """Return values whose bits lie in order: an NPU may keep a tensor in a padded format of its own."""
+    npu = sys.modules.get("torch_npu") if values.device.type == "npu" else None
+    if npu is None or npu.get_npu_format(values) in _PLAIN:
+        return values
+    plain: Tensor = npu.npu_format_cast(values, _ND)
+    return plain
 
 
 def _weights(place: Tensor) -> Tensor:

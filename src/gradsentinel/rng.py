@@ -1,9 +1,12 @@
 """The random number generators of a process: captured, restored, stored."""
 
+import _random
 import random
+import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +45,8 @@ class RngState:
         accelerators = {str(device): module.get_rng_state(device) for device, module in _initialised(devices)}
         return cls(
             torch_cpu=torch.get_rng_state(),
-            python=random.getstate(),
-            numpy=None if numpy is None else numpy.get_state(legacy=False),
+            python=_python_state(),
+            numpy=None if numpy is None else _numpy_state(numpy),
             devices=tuple(accelerators.items()),
         )
 
@@ -94,6 +97,91 @@ class RngState:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"this is not the state of random number generators: {error!r}") from error
+
+
+class _Twister:
+    """A global Mersenne Twister, whose state takes long to read and rarely changes in a training loop.
+
+    Python and NumPy give its 624 words one by one, as numbers: tens of microseconds, with making and freeing
+    them. A look into its memory tells whether they are what they were: each draw moves the place among them,
+    and when all were used they are all replaced, so its place and its first eight words tell one state from
+    every other that a program gets to. If that memory did not look as expected when it was first read, the
+    state is read each time.
+
+    Args:
+        words: where the words begin, in bytes from the address of the memory.
+        place: where the place among them is.
+        listed: the words and the place of a state.
+    """
+
+    SIZE = 624 * 4 + 4
+    _FIRST = 8 * 4
+
+    def __init__(self, *, words: int, place: int, listed: Callable[[Any], tuple[Iterable[int], int]]) -> None:
+        self._words = words
+        self._place = place
+        self._listed = listed
+        self._as_expected: bool | None = None
+        self._last: tuple[object, object, bytes, Any] | None = None
+        """The generator, what belongs to its state elsewhere, the look, and the state as it was read."""
+
+    def state(self, generator: object, address: int, rest: object, read: Callable[[], Any]) -> Any:
+        """Return the state; the very same object as long as it is the same state.
+
+        Args:
+            generator: the object it belongs to.
+            address: where its memory is.
+            rest: what belongs to the state and is elsewhere, to be compared.
+            read: returns the state.
+        """
+        if self._as_expected is False:
+            return read()
+        look = string_at(address + self._words, self._FIRST) + string_at(address + self._place, 4)
+        last = self._last
+        if last is not None and last[0] is generator and last[1] == rest and last[2] == look:
+            return last[3]
+        state = read()
+        if self._as_expected is None:
+            words, place = self._listed(state)
+            told = struct.pack("=624Ii", *words, place)
+            self._as_expected = told == string_at(address + self._words, 624 * 4) + look[self._FIRST :]
+        self._last = (generator, rest, look, state)
+        return state
+
+    def forget(self) -> None:
+        """Have the state read the next time."""
+        self._last = None
+
+
+_python = _Twister(words=4, place=0, listed=lambda state: (state[1][:-1], state[1][-1]))
+_numpy = _Twister(words=0, place=624 * 4, listed=lambda state: (state["state"]["key"], state["state"]["pos"]))
+_IN_OBJECT = (
+    sys.implementation.name == "cpython"
+    and _random.Random.__basicsize__ >= object.__basicsize__ + _Twister.SIZE
+)
+"""True where Python's generator may have its words in its own object, behind the header."""
+
+
+def _python_state() -> tuple[Any, ...]:
+    generator: Any = getattr(random, "_inst", None)  # whose methods the functions of the module are
+    if not (_IN_OBJECT and isinstance(generator, _random.Random)):
+        return random.getstate()
+    address, rest = id(generator) + object.__basicsize__, getattr(generator, "gauss_next", None)
+    state: tuple[Any, ...] = _python.state(generator, address, rest, random.getstate)
+    return state
+
+
+def _numpy_state(module: Any) -> Mapping[str, Any]:
+    generator: Any = getattr(module, "get_bit_generator", lambda: None)()
+    state: Mapping[str, Any]
+    if type(generator).__name__ != "MT19937":
+        state = module.get_state(legacy=False)
+        return state
+    address = generator.ctypes.state_address
+    state = _numpy.state(generator, address, None, lambda: module.get_state(legacy=False))
+    if state["has_gauss"]:  # a number that waits to be returned is elsewhere; only a draw can bring one in
+        _numpy.forget()
+    return state
 
 
 @contextmanager

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsentinel import snapshot as snapshots
-from gradsentinel.archive import ArchiveError, list_archives, read_archive, remove_stale, write_archive
-from gradsentinel.blame import LocalGradients
+from gradsentinel.archive import ArchiveError
+from gradsentinel.blame import LocalGradients, Seen
 from gradsentinel.consensus import Consensus
+from gradsentinel.epoch import EpochStart
 from gradsentinel.errors import TrainingAborted
 from gradsentinel.health import StateHealth, in_words
+from gradsentinel.histogram import Histogram
 from gradsentinel.host import Forward, Host
-from gradsentinel.incident import Incident, Rank, fold
+from gradsentinel.incident import Incident, fold
+from gradsentinel.lock import RunLock
 from gradsentinel.replicas import ReplicaGroup
-from gradsentinel.scene import Scene
+from gradsentinel.rng import RngState
+from gradsentinel.saved_states import SavedStates
+from gradsentinel.scene import MicroBatch, Scene
+from gradsentinel.skipped import SkippedBatches
 from gradsentinel.snapshot import Snapshot
-from gradsentinel.store import RunDirectory, unused
+from gradsentinel.staging import Staging
+from gradsentinel.store import RunDirectory
+from gradsentinel.topology import Rank
+from gradsentinel.tree import clone_tree
 
 logger = logging.getLogger("gradsentinel")
-
-SNAPSHOT_KIND = "snapshot"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,30 +70,73 @@ class Run:
     """Position in the data: epoch, micro-batch in it, micro-batches over all epochs."""
     incidents: list[Incident] = field(default_factory=list)
     known_good: Snapshot | None = None
-    """The newest state that later steps proved sound."""
-    fallback: Snapshot | None = None
-    """The one that the last rollback went to, if it went further back than that."""
+    """The newest state that later steps proved sound, or the one that the last rollback went to."""
     saved_at: str | None = None
     """Where the last good state was saved when the run was aborted."""
     optimizers: Sequence[Optimizer] = ()
     """The optimizers of the step in flight."""
+    decides_late: bool = False
+    """True if the device drops bad steps by itself (`guard="device"`), and the host hears of it later."""
+    late_step: int | None = None
+    """The step whose incident is handled, while that is an earlier one that the device has dropped."""
     last_loss: float | None = None
     last_grad_norm: float | None = None
-    _saved: Snapshot | None = None
-    """The snapshot that was written last."""
+    usual: tuple[float | None, float] | None = None
+    """Loss and gradient norm of the last step that was applied without an incident."""
+    metrics: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Numbers that callbacks publish, by name: the attempted step each belongs to, and its value."""
+    histograms: dict[str, tuple[int, Histogram]] = field(default_factory=dict)
+    """Histograms that callbacks publish, likewise."""
+    epoch: EpochStart | None = None
+    """How to get to the present position in the data again, where `Sentinel.steps` draws it."""
+    goes_on: Mapping[str, Any] | None = None
+    """The start of the epoch that an earlier process was in, until the data is positioned there."""
+    resumed_from: int | None = None
+    """The step that this run took up from an earlier process."""
+    remember: Callable[[], Mapping[str, Any]] | None = None
+    """Asks the callbacks what they must remember over a restart."""
+    lock: RunLock | None = None
+    """Keeps others from writing to the same run directory."""
+    staging: Staging = field(default_factory=Staging)
+    """Memory for snapshots."""
+    states: SavedStates = field(init=False)
+    """Known-good states on disk."""
+    skipped: SkippedBatches = field(init=False)
+    """The batches to leave out."""
+    _in_flight: list[Snapshot] = field(default_factory=list)
+    """Snapshots that may still be being copied."""
 
-    def capture(self, *, before_step: bool = False) -> Snapshot:
-        """Copy the training state as it is between two steps; waits for the device.
+    def __post_init__(self) -> None:
+        self.states = SavedStates(self.directory.snapshots, self.consensus, self.staging.cost)
+        self.skipped = SkippedBatches(self.directory, self.consensus)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and number in it of the micro-batch that comes next, or has just been drawn."""
+        return self.data["epoch"], self.data["batch"]
+
+    def capture(self, *, before_step: bool = False, norms: Mapping[str, Tensor] | None = None) -> Snapshot:
+        """Begin to copy the training state as it is between two steps; `hold` before the next one.
 
         `before_step` means that the next step may have begun: its random draws and its writes to
-        buffers are left out.
+        buffers are left out. `norms` are those of the parts of the state, to be kept with it.
         """
         taken = snapshots.capture(
-            self.host, self.scene.buffers, step=self.step, data=self.data, before_step=before_step
+            self.host,
+            self.scene.buffers,
+            step=self.step,
+            data=self.data,
+            staging=self.staging,
+            before_step=before_step,
+            norms=norms,
         )
         if before_step and self.scene.rng is not None:
             taken.rng = self.scene.rng
+        taken.iteration = self.iteration
         taken.loss, taken.grad_norm = self.last_loss, self.last_grad_norm
+        taken.epoch = self.epoch.state() if self.epoch is not None else {}
+        taken.callbacks = clone_tree(self.remember(), "cpu") if self.remember is not None else {}
+        self._in_flight.append(taken)
         return taken
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -96,6 +145,7 @@ class Run:
         Raises:
             SnapshotMismatch: if it does not fit; nothing was changed then.
         """
+        self.hold()
         flaws = snapshot.flaws()
         if flaws:
             raise RuntimeError(f"the snapshot of step {snapshot.step} is not finite: {fold(flaws)}")
@@ -105,105 +155,94 @@ class Run:
         if found:
             raise RuntimeError(f"the restored state of step {snapshot.step} is not finite: {in_words(found)}")
 
-    def resume(self, path: str | os.PathLike[str] | None = None) -> None:
+    def resume(self, path: str | os.PathLike[str] | None = None) -> Snapshot:
         """Load a saved state and put it back; called on every rank, and fails on every rank if on one.
+
+        Args:
+            path: this rank's archive; None takes the newest that every rank has.
 
         Raises:
             ArchiveError: if there is none, if it is damaged, or if another rank failed.
             SnapshotMismatch: if it does not fit; nothing was changed on this rank then.
         """
+        mark = None
+        snapshot: Snapshot | None = None
         failure: Exception | None = None
+        if path is None:
+            mark, snapshot = self.states.load_newest()
         try:
-            snapshot = self.load_snapshot(path)
+            snapshot = snapshot or self.states.load(Path(path or ""))
             self.restore(snapshot)
-            self.data.update(snapshot.data)
         except TrainingAborted:
             raise
         except Exception as error:  # noqa: BLE001 - told to every rank first, then raised
             failure = error
-        if self.consensus.all_of(failure is None):
-            return
-        raise failure or ArchiveError("another rank could not put its saved state back, see its log")
+        if not self.consensus.all_of(failure is None) or snapshot is None:
+            raise failure or ArchiveError("another rank could not put its saved state back, see its log")
+        self.data.update(snapshot.data)
+        self.skipped.take_up()
+        if mark is not None:
+            self.states.go_on_from(mark)
+        self.iteration = max(self.iteration, snapshot.iteration, self.states.last_iteration())
+        return snapshot
+
+    @contextmanager
+    def as_it_was(
+        self,
+        step: int,
+        microbatches: Sequence[MicroBatch],
+        rng: RngState | None,
+        optimizers: Sequence[Optimizer],
+        seen: Seen,
+    ) -> Iterator[None]:
+        """Handle an incident of an earlier step, which the device has dropped, with that step's scene."""
+        scene, local = self.scene, self.local
+        now = scene.microbatches, scene.rng, self.optimizers, local.seen
+        scene.microbatches, scene.rng, self.optimizers = list(microbatches), rng, optimizers
+        local.seen, self.late_step = seen, step
+        try:
+            yield
+        finally:
+            scene.microbatches, scene.rng, self.optimizers, local.seen = now
+            self.late_step = None
 
     def undo_step(self) -> None:
         """Take back what the step in flight has done so far: its gradients and its writes to buffers."""
-        self.scene.buffers.restore(self._stepping())
+        if self.late_step is not None:
+            return  # the device has done so, and another step may be in flight
+        self.scene.buffers.restore(self.stepping())
         self.host.drop(self.optimizers)
 
-    def _stepping(self) -> list[nn.Module] | None:
-        """The root modules the step is about: the graph of a GAN's other player may still be in use."""
+    def stepping(self) -> list[nn.Module] | None:
+        """Return the root modules the step is about: another player's graph may still be in use (GAN)."""
         if len(self.optimizers) >= len(self.host.optimizers):
             return None
         mine = {id(p) for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]}
         return [root for _, root in self.host.modules() if any(id(p) in mine for p in root.parameters())]
 
+    def hold(self) -> None:
+        """Have snapshots that are still being copied finished before the optimizer writes; no host wait."""
+        for snapshot in self._in_flight:
+            if snapshot.pending is not None and not snapshot.pending.hold():
+                snapshot.torn = True
+                self.staging.in_line()
+        self._in_flight.clear()
+
     def save_known_good(self) -> str | None:
         """Write the last known-good state to disk; returns where, or None if that was not possible."""
-        if self.known_good is None:
-            return None
-        if self.fallback is not None and self.fallback is not self.known_good:
-            self.save(self.fallback)
-        there = self.saved().get(self.known_good.step) if self._saved is self.known_good else None
-        path = there or self.save(self.known_good)
+        path = None if self.known_good is None else self.states.save_now(self.known_good)
         self.saved_at = None if path is None else str(path)
         return self.saved_at
 
-    def save(self, snapshot: Snapshot) -> Path | None:
-        """Write this rank's snapshot to disk, whole or not at all; None if the disk refuses (logged)."""
-        flaws = snapshot.flaws()
-        if flaws:
-            logger.error(
-                "the state of step %d is not finite and is not saved: %s", snapshot.step, fold(flaws)
-            )
-            return None
-        path = unused(self.directory.snapshots, f"step-{snapshot.step:09d}-rank{self.rank.rank}")
-        try:
-            self.directory.snapshots.mkdir(parents=True, exist_ok=True)
-            remove_stale(self.directory.snapshots)  # what a killed process left half written
-            write_archive(
-                path, snapshot.to_tree(), {"step": snapshot.step, "known_good": True}, kind=SNAPSHOT_KIND
-            )
-        except (OSError, RuntimeError, TypeError):
-            logger.exception("the state of step %d could not be saved", snapshot.step)
-            return None
-        self._saved = snapshot
-        return path
+    def close(self, error: BaseException | None = None) -> None:
+        """Finish what is being written, and give the directory back; a second call does nothing.
 
-    def saved(self) -> dict[int, Path]:
-        """Return this rank's snapshots on disk by step, the newest of each, whole ones only."""
-        mine = re.compile(rf"step-(\d+)-rank{self.rank.rank}(?:-(\d+))?")
-        found: dict[int, tuple[int, Path]] = {}
-        for path in list_archives(self.directory.snapshots, SNAPSHOT_KIND):
-            match = mine.fullmatch(path.name)
-            if match is not None:
-                step, number = int(match[1]), int(match[2] or 1)
-                found[step] = max(found.get(step, (0, path)), (number, path))
-        return {step: found[step][1] for step in sorted(found)}
-
-    def keep_on_disk(self, count: int) -> None:
-        """Delete this rank's older snapshots, leaving the newest `count`."""
-        for step in list(self.saved())[:-count]:
-            shutil.rmtree(self.saved()[step], ignore_errors=True)
-
-    def discard_after(self, step: int) -> None:
-        """Delete this rank's snapshots on disk of later steps than this one."""
-        for saved, path in self.saved().items():
-            if saved > step:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def load_snapshot(self, path: str | os.PathLike[str] | None = None) -> Snapshot:
-        """Read a saved state: the one at `path`, or the newest that every rank has; called on every rank.
-
-        Raises:
-            ArchiveError: if there is none, or it is damaged.
+        Called on: every rank, after the ranks have agreed for the last time if there was no error.
         """
-        if path is None:
-            mine = self.saved()
-            common = set.intersection(*map(set, self.consensus.gather(tuple(mine))))
-            if not common:
-                raise ArchiveError(
-                    f"there is no saved state in {self.directory.snapshots} that every rank has"
-                )
-            path = mine[max(common)]
-        state, _ = read_archive(path, kind=SNAPSHOT_KIND)
-        return Snapshot.from_tree(state)
+        if error is None or isinstance(error, Exception):  # who presses Ctrl-C does not want to wait
+            self.states.finish()
+        if error is None:
+            self.states.thin_out()
+            self.states.finish()
+        if self.lock is not None:
+            self.lock.release()

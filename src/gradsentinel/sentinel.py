@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,18 +13,22 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from gradsentinel.assembly import default_diagnosers, default_examiners, ema_updater, make_run, with_defaults
+from gradsentinel.assembly import default_diagnosers, default_examiners, make_guard, make_run, with_defaults
 from gradsentinel.attach import Attachment
+from gradsentinel.backward import BackwardPass, run_backward
 from gradsentinel.buffers import version_of
 from gradsentinel.bus import Handle
 from gradsentinel.callback import Callback
-from gradsentinel.decision import Action
-from gradsentinel.errors import ConfigurationError, TrainingAborted
+from gradsentinel.decision import Action, Decision
+from gradsentinel.errors import ConfigurationError
 from gradsentinel.events import Event
 from gradsentinel.hints import BLIND, LEFT_OVER, NEVER_STEPPED, Hints, holds_gradients
 from gradsentinel.host import Forward, TorchHost
 from gradsentinel.incident import Incident
-from gradsentinel.watch import Verdict, Watch
+from gradsentinel.restart import claim_directory, drawn, recall
+from gradsentinel.restart import resume as resume_run
+from gradsentinel.sampler import sampler_of
+from gradsentinel.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,13 +56,19 @@ class Sentinel:
         ema: an average of the weights (AveragedModel, or an object with update(model) or update());
             updated after each applied step, and part of snapshots if it has a state_dict.
         extra: further objects with state_dict and load_state_dict that belong to the training state.
-        mesh: the job's DeviceMesh, whose dimensions become a rank's coordinates; None finds the one
-            that the parameters are distributed over.
+        mesh: the job's DeviceMesh, whose dimensions become a rank's coordinates; None asks
+            GRADSENTINEL_TOPOLOGY, Megatron-Core's groups, and the mesh of the parameters, in this order.
         timeout: seconds that a rank may keep the others waiting before they stop, naming it.
         diagnosis_budget: seconds that finding out about one incident may take.
+        guard: "host" reads the decision before each step, one wait for the device a step, exact for every
+            optimizer. "device" never waits: a fused optimizer drops a bad step by itself, and the incident
+            is handled two steps later (see docs/performance.md).
+        resume: "auto" goes on from the newest known-good state in the run directory that every rank has, or
+            starts afresh if there is none; a path takes that one. `steps` then goes on where the data was,
+            and `data_position` says where that is (see docs/recovery.md).
 
     Raises:
-        ConfigurationError: for anything that cannot work, at construction.
+        ConfigurationError: for anything that cannot work, at construction; for a run directory in use.
         TrainingAborted: if a detector finds the initial state unusable.
     """
 
@@ -78,6 +87,8 @@ class Sentinel:
         mesh: Any = None,
         timeout: float = 600.0,
         diagnosis_budget: float = 30.0,
+        guard: str = "host",
+        resume: str | os.PathLike[str] | None = None,
     ) -> None:
         state = dict(extra or {})
         if ema is not None and hasattr(ema, "state_dict"):
@@ -85,7 +96,6 @@ class Sentinel:
         self.host = TorchHost(model, optimizer, scheduler=scheduler, scaler=scaler, extra=state)
         self.model = model
         self.forward = forward
-        self._update_ema = ema_updater(ema, model)
         run = make_run(self.host, run_dir, mesh=mesh, timeout=timeout)
         run.model, run.forward, run.diagnosis_budget = model, forward, diagnosis_budget
         self._watch = Watch(
@@ -94,6 +104,7 @@ class Sentinel:
             examiners=default_examiners(),
             diagnosers=default_diagnosers(),
         )
+        self._guard = make_guard(guard, self.host, self._watch, ema, model)
         self._window = 1
         self._in_window = 0
         self._stepped = False
@@ -102,10 +113,12 @@ class Sentinel:
         self._saw_backward = False
         self._hints = Hints()
         self._left_over: tuple[Optimizer, ...] = ()
-        self._verdict: Verdict | None = None
+        self._decision: Decision | None = None
         self._closed = False
         self._untouched: list[tuple[Tensor, int]] | None = self._versions()
         try:
+            claim_directory(run)
+            resume_run(self._watch, resume)
             self._watch.start()
         except BaseException as error:
             self._end(error)  # the event log ends with the reason
@@ -139,9 +152,8 @@ class Sentinel:
             total = len(loader)  # type: ignore[arg-type]
         self._window = accumulate
         self._in_steps = True
-        run.data["batch"] = 0
         try:
-            for index, batch in enumerate(loader):
+            for index, batch in run.skipped.without(drawn(run, loader), run, sampler_of(loader)):
                 if self._stepped:
                     self._in_window, self._stepped = 0, False
                 if self._in_window == 0:
@@ -181,17 +193,19 @@ class Sentinel:
         if self._left_over and holds_gradients(self._left_over):
             self._hints.tell(LEFT_OVER)
         self._left_over = ()
-        scaled = loss / self._window if self._in_steps and self._window > 1 else loss
-        if self.host.scaler is not None:
-            scaled = self.host.scaler.scale(scaled)
-        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        divisor = self._window if self._in_steps else 1
+        run_backward(self.host, loss, divisor=divisor, settings=kwargs)
         self._saw_backward = True
+        reduction = self.host.reduction.state()
         self._watch.after_backward(
             loss,
             self.host.gradients(),
             scaled=self.host.scaler is not None,
-            reduced=self.host.reduces,
+            reduced=all(reduction),
             microbatch=self._in_window - 1 if self._in_steps else None,
+        )
+        self._watch.run.scene.passes.append(
+            BackwardPass(max(0, self._in_window - 1), loss.detach(), divisor, reduction, kwargs)
         )
 
     def step(
@@ -222,47 +236,23 @@ class Sentinel:
         self._freshen()
         if not self._saw_backward:
             self._hints.tell(BLIND)
-        host, watch = self.host, self._watch
         optimizers = self._choose(optimizer)
-        scale, overflow = host.unscale(optimizers)
-        view = host.gradients(optimizers, norm_type=norm_type)
-        try:
-            verdict = watch.before_clip(view, optimizers=optimizers, loss_scale=scale, overflow=overflow)
-        except TrainingAborted:
-            watch.forget_step()
-            raise
-        norm = view.total_norm
-        if verdict.apply:
-            if verdict.recomputed:
-                view = host.gradients(optimizers, norm_type=norm_type)
-            if max_norm is not None:
-                view.clip_(max_norm, total_norm=verdict.safe_norm)
-            host.apply(optimizers, overflow=verdict.scaler_skips)
-        host.finish(optimizers, advance=verdict.apply)
-        self._verdict = verdict
-        if self.applied:
-            self._update_ema()
+        norm, self._decision = self._guard.step(optimizers, max_norm=max_norm, norm_type=norm_type)
         self._stepped = True
         self._saw_backward = False
-        self._left_over = tuple(one for one in host.optimizers if all(one is not mine for mine in optimizers))
-        self._close_step(verdict, clipped=max_norm is not None)
+        known = self.host.optimizers
+        self._left_over = tuple(one for one in known if all(one is not mine for mine in optimizers))
+        # Another step may follow on the same batches: a GAN's other player, a second epoch of PPO.
+        self._watch.prepare(same_batches=self._in_steps)
         return norm
-
-    def _close_step(self, verdict: Verdict, *, clipped: bool) -> None:
-        host, watch = self.host, self._watch
-        late = watch.after_step(verdict, learning_rates=host.learning_rates(), clipped=clipped)
-        if late > Action.WARN:  # the step was made, found bad, and undone
-            self._verdict = replace(verdict, apply=False, action=late)
-        if not self._in_steps:
-            watch.prepare()
-        else:  # another step may follow on the same batches: a GAN's other player, a second epoch of PPO
-            watch.prepare(same_batches=True)
 
     def attached(self) -> Attachment:
         """Watch a loop that cannot be edited, through the optimizers' official hooks: a context manager.
 
         Says at attach what cannot be seen from there: the loss, micro-batches and the LR scheduler.
         """
+        if not self._guard.knows:
+            raise ConfigurationError("attached() decides before each step: it needs guard='host'")
         return Attachment(self.host, self._watch)
 
     # -- callbacks and results -----------------------------------------------------------------------
@@ -287,13 +277,18 @@ class Sentinel:
 
     @property
     def applied(self) -> bool:
-        """True if the last `step` changed the weights; guard your own per-step work (an EMA) with it."""
-        return self._verdict is not None and self._verdict.apply and not self._verdict.scaler_skips
+        """True if the last `step` changed the weights; guard your own per-step work (an EMA) with it.
+
+        Raises RuntimeError where only the device knows yet.
+        """
+        if self._decision is None and self._watch.run.iteration and not self._guard.knows:
+            raise RuntimeError("with guard='device' nobody knows yet whether the step was made")
+        return self._decision is not None and self._decision.apply and not self._decision.scaler_skips
 
     @property
     def last_action(self) -> Action:
         """What was done about the last step."""
-        return Action.CONTINUE if self._verdict is None else self._verdict.action
+        return Action.CONTINUE if self._decision is None else self._decision.action
 
     @property
     def step_count(self) -> int:
@@ -327,10 +322,11 @@ class Sentinel:
             ArchiveError: if there is none, or it is damaged.
             SnapshotMismatch: if it does not fit the model or optimizer; nothing was changed then.
         """
+        self._guard.drain()
         run = self._watch.run
-        if path is None and missing_ok and not all(run.consensus.gather(bool(run.saved()))):
+        if path is None and missing_ok and run.states.newest() is None:
             return 0
-        run.resume(path)
+        recall(self._watch, run.resume(path).callbacks)
         self._watch.prepare()
         self._untouched = self._versions()  # these writes are no checkpoint loaded behind our back
         return run.step
@@ -362,9 +358,17 @@ class Sentinel:
             self._hints.tell(NEVER_STEPPED)
         self._closed = True
         try:
+            if error is None:
+                self._guard.drain()
+            else:
+                self._guard.give_up()
             self._watch.close(error)
+        except BaseException as late:
+            error = error or late
+            raise
         finally:
             self._watch.run.local.detach()
+            self._watch.run.close(error)
         if error is None:
             self._watch.run.consensus.close()
 

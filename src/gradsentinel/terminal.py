@@ -18,7 +18,8 @@ from rich.text import Text
 
 from gradsentinel.decision import Action, Severity
 from gradsentinel.evidence import Diagnosis
-from gradsentinel.incident import Incident, Outcome, Rank
+from gradsentinel.incident import Incident, Outcome
+from gradsentinel.topology import Rank
 from gradsentinel.wording import duration, printable, size_of
 
 _SEVERITY_STYLES = {
@@ -46,7 +47,7 @@ _PHASES = {
 _LEAST_WHERE = 20
 """Columns for the place; where there are fewer, other columns of the table give way."""
 _MOST_ROWS = 12
-"""Rows of a list in the story; the rest is counted, incident.json has them all."""
+"""Rows of a list in the story; the rest is counted, incident.json has more of them."""
 
 
 def incident_table(incidents: Iterable[Incident]) -> IncidentTable:
@@ -156,14 +157,16 @@ def _paragraphs(incident: Incident, files: Sequence[tuple[str, int]]) -> Iterabl
         yield "Samples", _list(("position", "id", "field"), rows, right=(0,))
     if incident.tensors:
         tensors = [
-            (t.name, f"{t.nonfinite} of {t.numel}", _number(t.norm), _index(t.first_index))
+            (
+                t.name,
+                f"{'' if t.counted else 'at least '}{t.nonfinite} of {t.numel}",
+                _number(t.norm),
+                _index(t.first_index),
+            )
             for t in incident.tensors
         ]
         yield "Tensors", _list(("name", "non-finite", "norm", "first at"), tensors, right=(1, 2))
-    if len(incident.ranks) == 1:
-        yield "Rank", Text(printable(_rank(incident.ranks[0])))
-    elif incident.ranks:
-        yield "Ranks", _ranks(incident.ranks)
+    yield from _who(incident)
     if incident.details:
         yield "Details", _list((), [(name, value) for name, value in incident.details.items()])
     if incident.seconds:
@@ -208,6 +211,15 @@ def _explanation(diagnosis: Diagnosis) -> Iterable[tuple[str, RenderableType]]:
         yield "Evidence", _bullets(diagnosis.evidence)
     if diagnosis.remedy:
         yield "To do", _bullets(diagnosis.remedy)
+
+
+def _who(incident: Incident) -> Iterable[tuple[str, RenderableType]]:
+    if len(incident.ranks) == 1:
+        yield "Rank", Text(printable(_rank(incident.ranks[0])))
+    elif incident.ranks:
+        yield "Ranks", _ranks(incident.ranks)
+    if incident.rank_count > _MOST_ROWS:
+        yield "In all", Text(printable(f"{incident.rank_count}: {incident.who}"))
 
 
 def _ranks(ranks: Sequence[Rank]) -> Table:

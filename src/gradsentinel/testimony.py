@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import itemgetter
 
+from gradsentinel.blame import claim_of
 from gradsentinel.decision import Action, Kind, Severity, merge
 from gradsentinel.evidence import Diagnosis, Evidence, TensorEvidence
-from gradsentinel.incident import Incident, Rank, fold, jsonable, now
+from gradsentinel.incident import Incident, fold, jsonable, now
+from gradsentinel.origin import Claim, Verdict, began
 from gradsentinel.run import Run
-from gradsentinel.topology import fold_ranks
+from gradsentinel.topology import Rank
 
 _STATE = {Kind.NONFINITE_PARAMETER, Kind.NONFINITE_STATE}
 _FIRST = (
@@ -22,6 +25,8 @@ _FIRST = (
     Kind.NONFINITE_GRADIENT,
 )
 """What explains the rest comes first: a bad state makes a bad loss, a bad loss makes bad gradients."""
+_TRAVELS = {Kind.NONFINITE_LOSS, Kind.NONFINITE_GRADIENT, Kind.LOSS_SCALE}
+"""What the ranks may have from each other: forward and backward pass exchange values."""
 _MOST_TENSORS = 64
 _MOST_TRAVELLING = 16
 """So many tensors of a finding are named, fewer where ranks exchange them: each gets those of all."""
@@ -30,6 +35,7 @@ _LONGEST_TEXT = 1000
 """Characters of a sentence that travels; of the further details, twice as many."""
 _LONGEST_FACT = 300
 _MOST_FACTS = 16
+_MOST_SAID = 3
 _PERSISTS_AFTER = 3
 """So many incidents at the same place in a row are no accident."""
 
@@ -50,6 +56,8 @@ class _Testimony:
     rank: Rank
     time: str
     statements: tuple[Statement, ...]
+    claim: Claim | None
+    """Where it began, as far as this rank knows; None if it has nothing to say."""
 
 
 def bounded(evidence: Evidence, *, travels: bool) -> Evidence:
@@ -106,22 +114,39 @@ def open_incidents(run: Run, confirmed: Sequence[Statement]) -> list[Incident]:
 
     A callback's own failure is an incident of its own; everything else explains one and the same step.
     """
-    everyone = run.consensus.gather(_Testimony(run.rank, now(), tuple(confirmed)))
+    claim = claim_of(run, speaks=bool(confirmed)) if run.consensus.world_size > 1 else None
+    everyone = run.consensus.gather(_Testimony(run.rank, now(), tuple(confirmed), claim))
+    claims = {testimony.rank.rank: testimony.claim for testimony in everyone if testimony.claim is not None}
     said = [(testimony.rank, statement) for testimony in everyone for statement in testimony.statements]
     groups: dict[str, list[tuple[Rank, Statement]]] = {}
     for rank, statement in said:
         if statement.evidence.kind is Kind.CALLBACK_ERROR:
             groups.setdefault(statement.detector, []).append((rank, statement))
     rest = [(rank, s) for rank, s in said if s.evidence.kind is not Kind.CALLBACK_ERROR]
-    return [_open(run, group, everyone[0].time) for group in (*groups.values(), rest) if group]
+    places = {testimony.rank.rank: testimony.rank for testimony in everyone}
+    return [
+        _open(run, group, claims, places, everyone[0].time) for group in (*groups.values(), rest) if group
+    ]
 
 
-def _open(run: Run, group: Sequence[tuple[Rank, Statement]], time: str) -> Incident:
+def _open(
+    run: Run,
+    group: Sequence[tuple[Rank, Statement]],
+    claims: Mapping[int, Claim],
+    places: Mapping[int, Rank],
+    time: str,
+) -> Incident:
     """Make one incident of statements; the evidence that explains the rest leads."""
     first = min((statement for _, statement in group), key=lambda s: _lead(s.evidence))
+    origin = _origin(group, first.evidence)
+    told = began(claims, origin)
+    travelled = first.evidence.kind in _TRAVELS and first.evidence.origin and bool(told.ranks)
+    if travelled:
+        origin = {rank: places[rank] for rank in sorted(told.ranks)}
+        same = [(rank, s) for rank, s in group if _lead(s.evidence) == _lead(first.evidence)]
+        first = next((s for rank, s in same if rank.rank in origin), first)
     lead = first.evidence
     others = dict.fromkeys(s.evidence.message for _, s in group if s.evidence.message != lead.message)
-    origin = _origin(group, lead)
     own_id = run.directory.new_incident_id(first.step, str(lead.kind))
     incident = Incident(
         id=run.consensus.gather(own_id)[0],
@@ -133,7 +158,6 @@ def _open(run: Run, group: Sequence[tuple[Rank, Statement]], time: str) -> Incid
         iteration=run.iteration,
         detector=first.detector,
         tensors=lead.tensors,
-        ranks=tuple(origin.values()),
         microbatch=None if lead.microbatch is None else int(lead.microbatch),
         samples=lead.samples,
         diagnosis=lead.diagnosis,
@@ -142,6 +166,11 @@ def _open(run: Run, group: Sequence[tuple[Rank, Statement]], time: str) -> Incid
         notes=_few(tuple(others)),
         details=dict(lead.details),
     )
+    incident.concern(origin.values())
+    if told.places and told.places != incident.rank_count:
+        incident.details["independent_ranks"] = told.places
+    if travelled:
+        _say_where_it_began(incident, told)
     if "tensor_count" in lead.details:
         incident.notes += (f"{lead.details['tensor_count']} tensors are affected; the worst are listed",)
     if lead.kind is Kind.NONFINITE_GRADIENT and not lead.origin:
@@ -163,7 +192,8 @@ def _open(run: Run, group: Sequence[tuple[Rank, Statement]], time: str) -> Incid
 
 def severity_of(incident: Incident, history: Sequence[Incident]) -> Severity:
     """Return how serious an incident is: one transient fault, a persistent one, or the run at risk."""
-    if len(incident.ranks) > 1 or incident.kind is Kind.RANK_DIVERGENCE:
+    independent = incident.details.get("independent_ranks", incident.rank_count)
+    if independent > 1 or incident.kind is Kind.RANK_DIVERGENCE:
         return Severity.CRITICAL
     persists = len(_streak(incident, [entry for entry in history if entry is not incident])) > 0
     if incident.kind in _STATE or persists or incident.kind is Kind.CALLBACK_ERROR:
@@ -171,16 +201,29 @@ def severity_of(incident: Incident, history: Sequence[Incident]) -> Severity:
     return Severity.WARNING
 
 
-def _lead(evidence: Evidence) -> tuple[int, bool]:
+def _lead(evidence: Evidence) -> tuple[int, bool, bool]:
     place = _FIRST.index(evidence.kind) if evidence.kind in _FIRST else len(_FIRST)
-    return place, not evidence.origin
+    # A scaler tells all ranks of an overflow, also those whose gradients are fine.
+    told_only = evidence.kind is Kind.LOSS_SCALE and not evidence.tensors
+    return place, not evidence.origin, told_only
 
 
 def _origin(group: Sequence[tuple[Rank, Statement]], lead: Evidence) -> dict[int, Rank]:
     """The ranks where it began, as far as they know: the others only received it."""
     same = [(rank, s.evidence) for rank, s in group if s.evidence.kind is lead.kind]
     began = {rank.rank: rank for rank, evidence in same if evidence.origin}
-    return began or {rank.rank: rank for rank, _ in same}
+    shown = {rank.rank: rank for rank, evidence in same if evidence.tensors}
+    return began or shown or {rank.rank: rank for rank, _ in same}
+
+
+def _say_where_it_began(incident: Incident, told: Verdict) -> None:
+    """Say how one of several ranks was singled out, or that it could not be; what is nearest to it first."""
+    for sentence in told.says[:_MOST_SAID]:
+        incident.message += f"; {sentence}"
+    if len(told.says) > _MOST_SAID:
+        incident.message += f"; and the like in {len(told.says) - _MOST_SAID} more groups of ranks"
+    near = [tensor for tensor in incident.tensors if tensor.name in told.names]
+    incident.tensors = (*near, *(tensor for tensor in incident.tensors if tensor.name not in told.names))
 
 
 def _name_the_odd_ones(incident: Incident, group: Sequence[tuple[Rank, Statement]]) -> None:
@@ -193,21 +236,40 @@ def _name_the_odd_ones(incident: Incident, group: Sequence[tuple[Rank, Statement
             key = (str(details["group"]), int(details["group_size"]))
             alike_until.append(int(details.get("alike_until", -1)))
             parties.setdefault(key, {}).setdefault(int(details["checksum"]), []).append(rank)
+    if not parties:
+        return
     odd: dict[int, Rank] = {}
-    majority: dict[str, int] = {}
+    majorities: dict[str, list[Rank]] = {}
+    disputed: dict[str, list[list[Rank]]] = {}
     for (name, size), by_checksum in parties.items():
         largest = max(by_checksum.values(), key=len)
         if 2 * len(largest) <= size:
-            odd.update({rank.rank: rank for ranks in by_checksum.values() for rank in ranks})
-            incident.notes += (f"{name}: no majority, so nobody can say who is right",)
+            disputed[name] = list(by_checksum.values())
             continue
-        majority[name] = largest[0].rank
+        majorities[name] = largest
         odd.update({r.rank: r for ranks in by_checksum.values() if ranks is not largest for r in ranks})
-    if parties:
-        incident.ranks = tuple(odd[rank] for rank in sorted(odd))
-        counted = {key: value for key, value in incident.details.items() if key == "tensor_count"}
-        incident.details = {"majority": majority, "alike_until": min(alike_until), **counted}
-        incident.message += f"; {fold_ranks(odd)} {'differs' if len(odd) == 1 else 'differ'}"
+    outvoted = set(odd)
+    open_to_doubt = []
+    for name, sides in disputed.items():
+        if sum(any(rank.rank not in outvoted for rank in side) for side in sides) > 1:
+            odd.update({rank.rank: rank for side in sides for rank in side})
+            open_to_doubt.append(name)
+            # Else one of its ranks is the odd one of another group, and that explains the difference here.
+    incident.notes += _few([f"{name}: no majority, so nobody can say who is right" for name in open_to_doubt])
+    incident.concern(odd.values())
+    incident.sources = {
+        name: next((rank.rank for rank in ranks if rank.rank not in outvoted), ranks[0].rank)
+        for name, ranks in majorities.items()
+    }
+    counted = {key: value for key, value in incident.details.items() if key == "tensor_count"}
+    incident.details = {
+        "majority": dict(islice(incident.sources.items(), _MOST_FACTS)),
+        "groups_that_differ": len(parties),
+        "groups_without_majority": len(open_to_doubt),
+        "alike_until": min(alike_until),
+        **counted,
+    }
+    incident.message += f"; {incident.who} {'differs' if len(odd) == 1 else 'differ'}"
 
 
 def _streak(incident: Incident, history: Sequence[Incident]) -> list[Incident]:
@@ -217,7 +279,7 @@ def _streak(incident: Incident, history: Sequence[Incident]) -> list[Incident]:
     for earlier in reversed(history):
         if earlier.action <= Action.WARN:
             continue
-        if earlier.step != step - 1:
+        if earlier.step != step - 1 or earlier.cured:
             break
         streak.append(earlier)
         step = earlier.step

@@ -32,6 +32,7 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_DEPTH = 100
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _is_wrapper: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
+_Keep = Callable[[Tensor], Tensor]
 _CANNOT_COPY = (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, copy.Error)
 
 
@@ -333,21 +334,20 @@ def map_tensors(fn: Callable[[Tensor], Any], obj: Any) -> Any:
     return _Mapper(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf).map(obj)
 
 
-def clone_tree(state: Any, device: torch.device | str | None = None) -> Any:
+def clone_tree(state: Any, device: torch.device | str | None = None, keep: _Keep | None = None) -> Any:
     """Return a deep copy of a nested state: later changes to one are not seen by the other.
 
-    Tensors become detached clones, moved to ``device`` if one is given; tensors that are the same memory
-    stay one tensor. Containers are copied as by `map_tensors`; other values are deep-copied where that can be
-    done, and kept where it cannot (modules, locks, generators).
+    Tensors become detached clones, moved to ``device`` if given, or what ``keep`` returns; what was the same
+    memory stays one tensor. Containers are copied as by `map_tensors`, other values deeply where they can be.
     """
     clones: dict[Any, tuple[Tensor, Tensor]] = {}
+    keep = keep or (lambda leaf: leaf.clone() if device is None else leaf.to(device, copy=True))
 
     def clone(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and not is_lazy(leaf):
-            leaf = leaf.detach()
-            key = _alias_key(leaf)
+            key = _alias_key(leaf := leaf.detach())
             if key not in clones:
-                clones[key] = (leaf, leaf.clone() if device is None else leaf.to(device, copy=True))
+                clones[key] = (leaf, keep(leaf))
             return clones[key][1]
         return leaf if isinstance(leaf, torch.nn.Module) else _built(copy.deepcopy, leaf, lambda same: same)
 

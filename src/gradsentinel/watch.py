@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,44 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsentinel import events
+from gradsentinel.agreement import Agreement, Submitted
 from gradsentinel.bus import Bus, Listener
 from gradsentinel.callback import Callback
 from gradsentinel.comparison import compare_replicas, compare_settings
-from gradsentinel.decision import Action, Kind, merge
+from gradsentinel.decision import Action, Decision, Kind, merge
 from gradsentinel.evidence import Finding
 from gradsentinel.gradients import GradientView
-from gradsentinel.incident import Incident, Outcome
+from gradsentinel.incident import Outcome
 from gradsentinel.inquiry import Diagnoser, Examiner, Inquiry
-from gradsentinel.judge import Filed, Judge, Ruling
+from gradsentinel.judge import Filed, Ruling
 from gradsentinel.run import Run
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What the ranks decided about the step in flight."""
-
-    apply: bool
-    """True when the optimizer should step."""
-    step: int = 0
-    """The step it is about; the run may go on from another one."""
-    action: Action = Action.CONTINUE
-    incident: Incident | None = None
-    went_back: bool = False
-    """True when the run goes on from an earlier step."""
-    grad_norm: float = 0.0
-    loss: float | None = None
-    safe_norm: float | None = None
-    """The true global norm where the usual formula overflowed on finite gradients; clip with this one."""
-    recomputed: bool = False
-    """True when the gradients were computed anew and must be looked at again."""
-    loss_scale: float | None = None
-    scaler_skips: bool = False
-    """True when the loss scaler is going to drop this step by itself."""
-
-
 _RECOMPUTED = {Outcome.RETRIED, Outcome.RESCUED}
-_ASKED = (("overflow", 0.0),)
-"""The number above whose bound all ranks do alike: does the scaler of any rank drop the step?"""
 
 
 class Watch:
@@ -66,7 +40,7 @@ class Watch:
     ) -> None:
         self.run = run
         self.bus = Bus(callbacks, self._callback_failed, alone=run.consensus.world_size == 1)
-        self.judge = Judge(run.consensus)
+        self.agreement = Agreement(run, self.bus)
         self.inquiry = Inquiry(run, self.bus, examiners=examiners, diagnosers=diagnosers)
         self.expected_microbatches: int | None = None
         """How many micro-batches the last step had; None before the first."""
@@ -79,12 +53,15 @@ class Watch:
         self._generation = 0
         self._due: tuple[bool, ...] = ()
         """What is due after the step in flight, as agreed: settling, and a comparison for each comparer."""
+        run.remember = lambda: self.state_dict()["callbacks"]
 
     # -- what the loop or the adapter calls ----------------------------------------------------------
 
     def start(self) -> None:
         """Emit the first event and settle what detectors say of the initial state."""
         compare_settings(self.run, self.bus)
+        self.agreement.start()
+        self.run.scene.notes_writes |= self.run.forward is not None
         self.run.health.learn()
         self._pending += self.bus.emit(events.RunStart(step=self.run.step, run=self.run))
         self._pending += compare_replicas(self.run, self.bus, self.run.step, self.bus.comparers())
@@ -113,7 +90,7 @@ class Watch:
         """Take note of a micro-batch that is about to enter the model."""
         if not self._begun:
             self.begin_step()
-        self.run.scene.add(batch)
+        self.run.scene.add(batch, self.run.position)
         if self.bus.hears(events.Batch):
             index = len(self.run.scene.microbatches) - 1
             self._pending += self.bus.emit(events.Batch(step=self.run.step, microbatch=index, batch=batch))
@@ -158,49 +135,27 @@ class Watch:
         optimizers: Sequence[Optimizer] = (),
         loss_scale: Tensor | None = None,
         overflow: Tensor | None = None,
-    ) -> Verdict:
+    ) -> Decision:
         """Detect, agree and, if need be, recover; called on every rank, once per step.
 
         Raises:
             TrainingAborted: when the run must not go on.
         """
-        if not self._begun:
-            self.begin_step()
-        started = time.perf_counter()
-        self.run.optimizers = tuple(optimizers) or tuple(self.run.host.optimizers)
-        losses = tuple(self._losses)
-        due = self._due_after(self.run.step)
-        filed = self._take_pending()
-        if self.bus.hears(events.BeforeClip):
-            event = events.BeforeClip(
-                step=self.run.step,
-                gradients=gradients,
-                losses=losses,
-                loss_scale=loss_scale,
-                overflow=overflow,
-            )
-            filed += self.bus.emit(event)
-        extras = {"grad_norm": gradients.total_norm}
-        extras.update({f"loss{index}": loss for index, loss in enumerate(losses)})
-        if loss_scale is not None and overflow is not None:
-            extras.update(loss_scale=loss_scale, overflow=overflow)
-        ruling = self._rule(filed, extras, due, _ASKED)
+        submitted = self._submit(gradients, optimizers, loss_scale, overflow, at_once=True)
+        ruling = self.agreement.ruling(submitted)
         self._due = ruling.due
         (skips,) = ruling.broken  # a rank that steps while another one's scaler drops the step is lost
-        norm = ruling.values["grad_norm"]
-        seen = [ruling.values[f"loss{index}"] for index in range(len(losses))]
-        loss = sum(seen) / len(seen) if seen else None
+        norm, loss = ruling.values["grad_norm"], submitted.loss_of(ruling)
         self.run.last_loss, self.run.last_grad_norm = loss, norm
-        scale = ruling.values.get("loss_scale")
-        step = self.run.step
-        incidents = self.inquiry.confirm(ruling, started)
+        incidents = self.inquiry.confirm(ruling, submitted.started)
         recoveries = [self.inquiry.handle(incident) for incident in incidents]
         apply = all(recovery.apply for recovery in recoveries)
-        recomputed = any(recovery.outcome in _RECOMPUTED for recovery in recoveries)
+        overflows = any(recovery.overflow for recovery in recoveries)
+        recomputed = overflows or any(recovery.outcome in _RECOMPUTED for recovery in recoveries)
         usual = apply and not recomputed and not skips
-        return Verdict(
+        return Decision(
             apply=apply,
-            step=step,
+            step=submitted.step,
             action=merge(incident.action for incident in incidents),
             incident=incidents[-1] if incidents else None,
             went_back=any(recovery.step is not None for recovery in recoveries),
@@ -208,43 +163,98 @@ class Watch:
             loss=loss,
             safe_norm=self._true_norm(gradients, norm, agreed=ruling.suspicious) if usual else None,
             recomputed=recomputed,
-            loss_scale=scale,
-            scaler_skips=skips and apply,
+            loss_scale=ruling.values.get("loss_scale"),
+            scaler_skips=(overflows if recomputed else skips) and apply,
         )
 
+    def look_again(self, decision: Decision, gradients: GradientView) -> Decision:
+        """Return the decision with the numbers of gradients that were computed anew; called on every rank."""
+        norm = float(gradients.total_norm)
+        self.run.last_grad_norm = norm
+        safe = None if decision.scaler_skips else self._true_norm(gradients, norm, agreed=True)
+        return replace(decision, grad_norm=norm, loss=self.run.last_loss, safe_norm=safe)
+
+    def submit(
+        self,
+        gradients: GradientView,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+        loss_scale: Tensor | None = None,
+        overflow: Tensor | None = None,
+    ) -> Submitted:
+        """Detect and agree without waiting for the device; called on every rank, once per step.
+
+        Every step that is submitted is settled later: `settle_late`, in the same order.
+        """
+        submitted = self._submit(gradients, optimizers, loss_scale, overflow, at_once=False)
+        self.run.iteration += 1
+        self.run.step += 1
+        if self._microbatch:
+            self.expected_microbatches = self._microbatch
+        self.forget_step()
+        return submitted
+
+    def settle_late(
+        self, submitted: Submitted, ruling: Ruling, *, learning_rates: tuple[float, ...] = (), clipped: bool
+    ) -> Decision:
+        """Close a step that the device has applied or dropped meanwhile; called on every rank.
+
+        Raises:
+            TrainingAborted: when the run must not go on.
+        """
+        run = self.run
+        norm, loss = ruling.values["grad_norm"], submitted.loss_of(ruling)
+        run.last_loss, run.last_grad_norm = loss, norm
+        dropped = any(level >= Action.RETRY for level in ruling.levels)
+        with run.as_it_was(
+            submitted.step, submitted.microbatches, submitted.rng, submitted.optimizers, submitted.seen
+        ):
+            incidents = self.inquiry.confirm(ruling, submitted.started, insist=True)
+            recoveries = [self.inquiry.handle(incident) for incident in incidents]
+        decision = Decision(
+            apply=not dropped,
+            step=submitted.step,
+            action=merge(incident.action for incident in incidents),
+            incident=incidents[-1] if incidents else None,
+            went_back=any(recovery.step is not None for recovery in recoveries),
+            grad_norm=norm,
+            loss=loss,
+            loss_scale=ruling.values.get("loss_scale"),
+            scaler_skips=any(ruling.broken) and not dropped,
+        )
+        applied = not dropped and not decision.scaler_skips
+        run.applied += applied
+        if applied and decision.incident is None:
+            run.scene.healthy = submitted.microbatches
+            run.usual = loss, norm
+        self._tell(decision, submitted.iteration, learning_rates, clipped=clipped)
+        return decision
+
+    def must_wait(self) -> bool:
+        """Return True if this step's outcome must be known before the loop goes on; alike on every rank."""
+        return self.agreement.must_wait(self.run.step)
+
     def after_step(
-        self, verdict: Verdict, *, learning_rates: tuple[float, ...] = (), clipped: bool = False
+        self, decision: Decision, *, learning_rates: tuple[float, ...] = (), clipped: bool = False
     ) -> Action:
         """Close the step: count it, tell the callbacks, settle what may not wait.
 
         Returns what was done about the step once it was made: CONTINUE in a healthy run.
         """
-        step = verdict.step
-        applied = verdict.apply and not verdict.scaler_skips
+        step = decision.step
+        applied = decision.apply and not decision.scaler_skips
         self.run.iteration += 1
         self.run.applied += applied
-        if applied and verdict.incident is None:
+        if applied and decision.incident is None:
             self.run.scene.healthy = tuple(self.run.scene.microbatches)
-        if not verdict.went_back:
+            self.run.usual = decision.loss, decision.grad_norm
+        if not decision.went_back:
             self.run.step += 1
         if self._microbatch:
             self.expected_microbatches = self._microbatch
         self.forget_step()
-        if self.bus.hears(events.AfterStep):
-            event = events.AfterStep(
-                step=step,
-                applied=applied,
-                iteration=self.run.iteration - 1,
-                action=verdict.action,
-                grad_norm=verdict.grad_norm,
-                loss=verdict.loss,
-                learning_rates=learning_rates,
-                loss_scale=verdict.loss_scale,
-                scaler_skipped=verdict.scaler_skips,
-                clipped=clipped,
-            )
-            self._pending += self.bus.emit(event)
-        if verdict.went_back:
+        self._tell(decision, self.run.iteration - 1, learning_rates, clipped=clipped)
+        if decision.went_back:
             return Action.CONTINUE
         settles, *compares = self._due
         comparers = [one for one, due in zip(self.bus.comparers(), compares, strict=True) if due]
@@ -252,6 +262,26 @@ class Watch:
         if settles:
             return self.settle_pending()
         return Action.CONTINUE
+
+    def _tell(
+        self, decision: Decision, iteration: int, learning_rates: tuple[float, ...], *, clipped: bool
+    ) -> None:
+        """Emit the last event of a step."""
+        if not self.bus.hears(events.AfterStep):
+            return
+        event = events.AfterStep(
+            step=decision.step,
+            applied=decision.apply and not decision.scaler_skips,
+            iteration=iteration,
+            action=decision.action,
+            grad_norm=decision.grad_norm if decision.safe_norm is None else decision.safe_norm,
+            loss=decision.loss,
+            learning_rates=learning_rates,
+            loss_scale=decision.loss_scale,
+            scaler_skipped=decision.scaler_skips,
+            clipped=clipped,
+        )
+        self._pending += self.bus.emit(event)
 
     def forget_step(self) -> None:
         """Forget the step in flight: it came to nothing, and the loop may go on from a restored state."""
@@ -272,10 +302,15 @@ class Watch:
         """Take back what `state_dict` returned; callbacks that are not there any more are left out."""
         run, bus = self.run, self.bus
         run.step, run.iteration, run.data = state["step"], state["iteration"], dict(state["data"])
+        run.skipped.take_up()
         for callback in bus.callbacks:
             mine = state["callbacks"].get(bus.name_of(callback))
             if mine:
                 callback.load_state_dict(mine)
+
+    def file(self, findings: Sequence[Filed]) -> None:
+        """Have findings that were made outside an event judged with those of the next ruling."""
+        self._pending += findings
 
     def settle_pending(self) -> Action:
         """Agree on findings that were made outside `before_clip`; called on every rank.
@@ -283,7 +318,7 @@ class Watch:
         Returns the most severe action that was taken.
         """
         started = time.perf_counter()
-        ruling = self._rule(self._take_pending(), {})
+        ruling = self.agreement.settle(self._take_pending())
         incidents = self.inquiry.confirm(ruling, started)
         for incident in incidents:
             self.run.optimizers = tuple(self.run.host.optimizers)
@@ -307,23 +342,27 @@ class Watch:
 
     # -- the phases ----------------------------------------------------------------------------------
 
-    def _rule(
+    def _submit(
         self,
-        filed: Sequence[Filed],
-        extras: Mapping[str, Tensor],
-        due: tuple[bool, ...] = (),
-        bounds: Sequence[tuple[str, float]] = (),
-    ) -> Ruling:
-        self.judge.slots = self.bus.slots
-        return self.judge.rule(filed, extras, self.run.host.device, due=due, bounds=bounds)
-
-    def _due_after(self, step: int) -> tuple[bool, ...]:
-        """Say what is due after this step; agreed on with the ruling: a rank may fail to know it."""
-        compares = [
-            bool(self.bus.ask(comparer, partial(comparer.compares, step), step, "compares"))
-            for comparer in self.bus.comparers()
-        ]
-        return (self.bus.must_settle(step), *compares)
+        gradients: GradientView,
+        optimizers: Sequence[Optimizer],
+        loss_scale: Tensor | None,
+        overflow: Tensor | None,
+        *,
+        at_once: bool,
+    ) -> Submitted:
+        if not self._begun:
+            self.begin_step()
+        self.run.hold()
+        self.run.optimizers = tuple(optimizers) or tuple(self.run.host.optimizers)
+        return self.agreement.submit(
+            gradients,
+            tuple(self._losses),
+            self._take_pending(),
+            loss_scale=loss_scale,
+            overflow=overflow,
+            at_once=at_once,
+        )
 
     def _take_pending(self) -> list[Filed]:
         pending, self._pending = self._pending, []

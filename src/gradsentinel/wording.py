@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import unicodedata
 
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""What a wrapper calls the module inside it."""
+
 
 def printable(value: object) -> str:
     r"""Return a value as one line of text that a terminal shows and does not obey.
@@ -13,6 +16,14 @@ def printable(value: object) -> str:
     escapes, such as `\x1b`.
     """
     return "".join(_visible(character) for character in str(value))
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or parameter's name as its author knows it, without the parts that wrappers add.
+
+    They are those of torch.compile, of activation checkpointing and of FSDP.
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def duration(seconds: float) -> str:

@@ -52,7 +52,7 @@ def test_one_bad_record(field, value, watch, drive, told, nonfinite):
 def test_rollback_does_not_loop_on_the_same_record(watch, nonfinite):
     """ecole#324, mmf#1251: go back, replay the same order, hit the same record: NaN for ever.
 
-    The data goes on where it was, so each record is met once an epoch.
+    The data goes on where it was, so the record is met once, and left out in the next epoch.
     """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,9 +65,9 @@ def test_rollback_does_not_loop_on_the_same_record(watch, nonfinite):
             met.append(int(batch["id"][0]))
             sentinel.backward(regression(model)(batch))
             sentinel.step()
-    assert met == [*range(0, 32, 4)] * 2
-    assert [str(i.outcome) for i in sentinel.incidents] == ["rolled_back"] * 2
-    assert [i.samples[0].id for i in sentinel.incidents] == [13, 13]
+    assert met == [*range(0, 32, 4), *(first for first in range(0, 32, 4) if first != 12)]
+    assert [str(i.outcome) for i in sentinel.incidents] == ["rolled_back"]
+    assert [i.samples[0].id for i in sentinel.incidents] == [13]
     assert nonfinite(model, optimizer) == []
 
 

@@ -79,6 +79,9 @@ def test_epsilon_that_is_zero_in_the_parameters_dtype(name, dtype, eps, watch, n
     assert "emb.weight" in named(incident)
     assert incident.diagnosis.cause == "optimizer"
     assert incident.diagnosis.phase == "optimizer"
+    assert incident.diagnosis.module == "emb"
+    divides = "aten._foreach_addcdiv_.ScalarList" if "foreach" in name else "aten.addcdiv_.default"
+    assert incident.diagnosis.op == divides
     assert "eps" in incident.message
     assert sentinel.last_action is Action.ROLLBACK
     assert not sentinel.applied
@@ -120,7 +123,7 @@ def test_sparse_adam_divides_zero_by_zero(watch, named, nonfinite):
     (incident,) = sentinel.incidents
     assert (incident.step, str(incident.kind)) == (0, "nonfinite_parameter")
     assert named(incident) == {"emb.weight"}
-    assert incident.diagnosis.cause == "optimizer"
+    assert (incident.diagnosis.cause, incident.diagnosis.op) == ("optimizer", "aten.div_.Tensor")
     assert nonfinite(model, optimizer) == []
 
 
@@ -264,6 +267,8 @@ def test_momentum_overflows(watch, drive, term, told, named, nonfinite):
     drive(sentinel, [1.0, 2e38, 2e38, 1.0], lambda g: term(model.weight, torch.full((1, 4), g)))
     assert [(step, outcome) for step, _, outcome in told(sentinel)] == [(2, "rolled_back")]
     assert "weight:momentum_buffer" in named(sentinel.incidents[0])
+    found = sentinel.incidents[0].diagnosis
+    assert (found.cause, found.phase, found.op) == ("optimizer", "optimizer", "aten.add_.Tensor")
     assert nonfinite(model, optimizer) == []
 
 
@@ -278,6 +283,8 @@ def test_second_moment_overflows_while_weights_stay_finite(watch, drive, told, n
     drive(sentinel, [1.0, 1e25, 1.0], lambda factor: (model.weight * factor).sum())
     assert told(sentinel) == [(1, "nonfinite_state", "rolled_back")]
     assert named(sentinel.incidents[0]) == {"weight:exp_avg_sq"}
+    found = sentinel.incidents[0].diagnosis
+    assert (found.cause, found.phase, found.op) == ("optimizer", "optimizer", "aten.addcmul_.default")
     assert nonfinite(model, optimizer) == []
     assert sentinel.step_count == 2
 

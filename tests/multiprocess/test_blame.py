@@ -1,5 +1,6 @@
 """Where it began: the rank is named although the reduction spread it (traps of data-parallel training)."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsentinel import Callback, CrossRankCallback, NanCallback, Resync, Rollback, Sentinel, TrainingAborted
@@ -182,3 +184,44 @@ def test_a_healthy_ddp_run_is_bit_identical(tmp_path, options):
         assert mine["incidents"] == []
         for a, b in zip(mine["weights"], theirs, strict=True):
             assert torch.equal(a, b)
+
+
+def by_fsdp(model: Model) -> nn.Module:
+    for layer in (model.first, model.last, model):
+        fully_shard(layer)
+    return model
+
+
+def without_reduction(
+    rank: int, folder: Path, layout: str, bad: int
+) -> list[tuple[int, list[int], int | None, str]]:
+    """Three micro-batches a step, of which only the last is reduced; one of them has a NaN on rank 1."""
+    model, sharded = Model(), layout == "fsdp2"
+    nn.init.constant_(model.first.bias, 3.0)  # the units are alive: a dead one lets no NaN through
+    wrapped = by_fsdp(model) if sharded else DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.01)
+    draw = torch.Generator().manual_seed(rank)
+    batches = [torch.randn(8, 4, generator=draw) for _ in range(9)]
+    with Sentinel(wrapped, optimizer, callbacks=[NanCallback()], run_dir=folder / str(bad)) as sentinel:
+        for number, batch in enumerate(sentinel.steps(batches, accumulate=3)):
+            model.value = float("nan") if (rank, number) == (1, 3 + bad) else None
+            last = number % 3 == 2
+            if sharded:
+                wrapped.set_requires_gradient_sync(last)
+            with contextlib.nullcontext() if sharded or last else wrapped.no_sync():
+                sentinel.backward(wrapped(batch).square().mean())
+            sentinel.step(max_norm=1.0)
+    return [(i.step, [r.rank for r in i.ranks], i.microbatch, i.message) for i in sentinel.incidents]
+
+
+def each_microbatch(rank: int, folder: Path, layout: str) -> list[Any]:
+    return [without_reduction(rank, folder, layout, bad) for bad in range(3)]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_the_micro_batch_is_named_also_where_gradients_stay_local_for_a_while(tmp_path, layout):
+    results = run_ranks(each_microbatch, 2, tmp_path, tmp_path, layout)
+    assert results[0] == results[1]
+    for bad, ((step, ranks, microbatch, message),) in enumerate(results[0]):
+        assert (step, ranks, microbatch) == (1, [1], bad)
+        assert "first.weight" in message

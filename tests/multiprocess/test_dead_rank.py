@@ -59,7 +59,13 @@ def _main(
     rank: int, world_size: int, folder: Path, port: int, answer: Connection, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if port:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    elif rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        answer.send(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", answer.recv(), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()  # however slow the start was, from here on the ranks keep pace
     answer.send(train(folder, *args))
@@ -68,12 +74,18 @@ def _main(
 
 
 def outcomes(
-    folder: Path, world_size: int, victim: int, fate: Callable[[], None], timeout: float
+    folder: Path,
+    world_size: int,
+    victim: int,
+    fate: Callable[[], None],
+    timeout: float,
+    *,
+    store_in_rank_0: bool = False,
 ) -> dict[int, str]:
     """Return how training ended on each rank that lived to tell it."""
     context = multiprocessing.get_context("fork")
-    # Outside the ranks, as torchrun's agent keeps it.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Outside the ranks, as torchrun's agent keeps it, or in rank 0, as without torchrun.
+    store = None if store_in_rank_0 else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(world_size)]
     ranks = [
         context.Process(
@@ -82,7 +94,7 @@ def outcomes(
                 rank,
                 world_size,
                 folder,
-                store.port,
+                store.port if store is not None else 0,
                 pipes[rank][1],
                 (victim, fate, timeout),
             ),
@@ -94,11 +106,16 @@ def outcomes(
     told: dict[int, str] = {}
     deadline = time.monotonic() + 60
     try:
+        if store is None:
+            assert pipes[0][0].poll(30), "rank 0 did not make its store"
+            port = pipes[0][0].recv()
+            for mine, _ in pipes[1:]:
+                mine.send(port)
         for rank, (mine, _) in enumerate(pipes):
-            wait([mine, ranks[rank].sentinel], max(0.0, deadline - time.monotonic()))
+            ready = wait([mine, ranks[rank].sentinel], max(0.0, deadline - time.monotonic()))
             if mine.poll():
                 told[rank] = mine.recv()
-            elif ranks[rank].is_alive():
+            elif not ready:
                 pytest.fail(f"rank {rank} hangs; told so far: {told}")
     finally:
         for process in ranks:
@@ -120,3 +137,13 @@ def test_a_rank_that_sleeps_longer_than_the_timeout_is_named_and_told_so(tmp_pat
     assert told.pop(1).startswith(f"step {BAD_STEP}: this rank came too late")
     for text in told.values():
         assert text.startswith(f"step {BAD_STEP}: no answer from rank 1: ")
+
+
+def test_a_rank_that_takes_the_store_with_it_is_noticed_though_nobody_can_name_it(tmp_path):
+    told = outcomes(tmp_path, 3, victim=0, fate=die, timeout=LONG, store_in_rank_0=True)
+    assert told.keys() == {1, 2}
+    for text in told.values():
+        assert text.startswith(
+            f"step {BAD_STEP}: the ranks could not agree, and nobody can say who is missing"
+        )
+        assert "rank 0, or the machine that holds the store, is gone too" in text

@@ -22,11 +22,19 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HANGS_AFTER = 240  # seconds; a few on an idle machine
 
 
-def torchrun(folder: Path, example: str, *arguments: str, restarts: int = 0) -> str:
-    """Run an example on two ranks of this machine, and return what it printed."""
+def torchrun(folder: Path, example: str, *arguments: str, restarts: int = 0, ranks: int = 2) -> str:
+    """Run an example on ranks of this machine, and return what it printed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     job = subprocess.Popen(  # noqa: S603 - our own script
-        [*launcher, "--nproc-per-node", "2", "--max-restarts", f"{restarts}", EXAMPLES / example, *arguments],
+        [
+            *launcher,
+            "--nproc-per-node",
+            f"{ranks}",
+            "--max-restarts",
+            f"{restarts}",
+            EXAMPLES / example,
+            *arguments,
+        ],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -117,3 +125,16 @@ def groups_of_a_run(rank: int, folder: Path) -> tuple[int, int, int]:
 def test_a_run_that_ended_leaves_no_process_group_behind(tmp_path):
     # gloo may still work for a group when the interpreter ends, and would abort the process then
     assert run_ranks(groups_of_a_run, 2, tmp_path, tmp_path) == [(1, 2, 1), (1, 2, 1)]
+
+
+def test_megatron_names_the_rank_with_the_bad_gradient_and_computes_the_step_again(tmp_path):
+    pytest.importorskip("megatron", reason="megatron-core is not installed")
+    where = ["--fault-rank", "2", "--fault-step", "3", "--steps", "6", "--tensor", "2", "--pipeline", "2"]
+    printed = torchrun(tmp_path, "megatron_gpt.py", "--run-dir", "here", *where, ranks=4)
+    [incident] = RunDirectory(tmp_path / "here").read_incidents()
+    assert (incident.step, incident.kind, incident.outcome) == (3, Kind.NONFINITE_GRADIENT, Outcome.RETRIED)
+    [place] = incident.ranks
+    assert (place.rank, place.coordinates) == (2, {"tp": 0, "pp": 1, "dp": 0})
+    assert [tensor.name for tensor in incident.tensors] == ["decoder.layers.2.mlp.linear_fc1.weight"]
+    assert re.search(r"^step +3  loss \S+  norm \S+  retry$", printed, re.MULTILINE)
+    assert losses(printed)[5] < losses(printed)[0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradsentinel import (
     Action,
@@ -26,6 +27,7 @@ from gradsentinel import (
     TensorBoardCallback,
 )
 from gradsentinel.comparison import _words
+from gradsentinel.topology import VARIABLE
 
 pytestmark = pytest.mark.multiprocess
 
@@ -202,6 +204,64 @@ def test_replicas_with_other_parameters_stop_every_rank(tmp_path):
     said = run_ranks(replicas_of_other_sizes, 2, tmp_path, tmp_path / "run")
     assert said[0] == said[1]
     assert "different parameters: on rank 0: data-parallel replicas (2 parameters here)" in said[0]
+
+
+Places = Callable[[int, pytest.MonkeyPatch], Any]
+"""Gives a rank its mesh or its environment."""
+
+
+def outside_of_the_mesh(rank: int, patch: pytest.MonkeyPatch) -> DeviceMesh:
+    return DeviceMesh("cpu", [0, 1])
+
+
+def another_topology(rank: int, patch: pytest.MonkeyPatch) -> None:
+    if rank:
+        patch.setenv(VARIABLE, "dp=3" if rank == 1 else "tp=3")
+
+
+def a_wrong_topology(rank: int, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv(VARIABLE, "dp=3" if rank == 1 else "dp=2")
+
+
+def a_mesh_and_another_topology(rank: int, patch: pytest.MonkeyPatch) -> DeviceMesh:
+    patch.setenv(VARIABLE, f"dp={rank}")  # nobody asks it
+    return DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("dp",))
+
+
+PLACES: dict[Places, str] = {
+    outside_of_the_mesh: "rank 2: this rank is not in the device mesh that was given as mesh=",
+    another_topology: f"{VARIABLE} is not the same on all ranks: None on rank 0, 'dp=3' on rank 1",
+    a_wrong_topology: f"ranks 0, 2: {VARIABLE}='dp=2': that makes 2 ranks, and the job has 3",
+    a_mesh_and_another_topology: "started with {'dp': %d}",
+}
+
+
+def take_place(rank: int, folder: Path) -> list[str]:
+    said = []
+    for case in PLACES:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.MonkeyPatch.context() as patch:
+            mesh = case(rank, patch)
+            try:
+                sentinel = Sentinel(model, optimizer, run_dir=folder / case.__name__, mesh=mesh)
+            except ConfigurationError as error:
+                said.append(str(error))
+            else:
+                said.append(f"started with {sentinel._watch.run.rank.coordinates}")
+                sentinel.close()
+    return said
+
+
+def test_a_rank_without_a_place_stops_every_rank_at_once_with_the_same_words(tmp_path):
+    told = run_ranks(take_place, RANKS, tmp_path, tmp_path, timeout=30)
+    for case, text in enumerate(PLACES.values()):
+        said = [by_rank[case] for by_rank in told]
+        if "%d" in text:
+            assert said == [text % place for place in (1, 2, 0)]
+        else:
+            assert said[0].startswith(text)
+            assert said == [said[0]] * RANKS
 
 
 def test_settings_read_the_same_in_every_process():

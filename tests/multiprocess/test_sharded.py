@@ -22,6 +22,7 @@ from gradsentinel import (
     CrossRankCallback,
     Finding,
     Kind,
+    MagnitudeCallback,
     NanCallback,
     Resync,
     Rollback,
@@ -620,7 +621,13 @@ class Operators(TorchDispatchMode):
 
 
 def collectives_of(
-    rank: int, folder: Path, callbacks: Sequence[Callback], norm_type: float, value: float | None
+    rank: int,
+    folder: Path,
+    callbacks: Sequence[Callback],
+    norm_type: float,
+    value: float | None,
+    *,
+    loss: float | None = None,
 ) -> list[list[str]]:
     """What each of four steps sends; in the third one rank 1 may have a bad gradient."""
     model = build("fsdp")
@@ -629,7 +636,10 @@ def collectives_of(
     with Sentinel(model, optimizer, callbacks=callbacks, run_dir=folder / "run") as sentinel:
         for number, batch in enumerate(sentinel.steps(batches(rank, 4))):
             model.spoiler.value = value if number == BAD_STEP and rank == 1 else None
-            sentinel.backward(model(batch).square().mean())
+            computed = model(batch).square().mean()
+            if loss is not None and number == BAD_STEP and rank == 1:
+                computed = computed.nan_to_num() + (computed.detach() * 0 + loss)
+            sentinel.backward(computed)
             with Operators() as operators:
                 sentinel.step(1.0, norm_type=norm_type)
             sent.append(operators.collectives)
@@ -650,6 +660,9 @@ def collectives_by_hand(rank: int) -> list[str]:
 def all_collectives(rank: int, folder: Path) -> dict[str, Any]:
     watch = [NanCallback(state_warmup=0), Rollback(every=100)]
     found = {"by hand": collectives_by_hand(rank)}
+    each = [NanCallback(state_warmup=0), MagnitudeCallback(max_parameter_norm=1e9)]
+    found["a second look"] = collectives_of(rank, folder / "second", each, 2.0, None)
+    found["a bad loss"] = collectives_of(rank, folder / "loss", watch, 2.0, None, loss=NAN)
     for name, norm_type, value in (
         ("healthy", 2.0, None),
         ("a nan", 2.0, NAN),
@@ -661,17 +674,19 @@ def all_collectives(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_each_rank_sends_the_same_and_a_healthy_step_sends_one_small_message_more(tmp_path):
-    """Also by the largest value, where torch's own clipping raises on the rank with an empty shard."""
+def test_each_rank_sends_the_same_and_a_healthy_step_sends_nothing_that_clipping_does_not(tmp_path):
+    """The norm carries the alarm; a largest value does not, and one small message more is sent there."""
     results = run_ranks(all_collectives, 2, tmp_path, tmp_path)
     assert results[0] == results[1]
     (found, _) = results
     assert len(found["by hand"]) >= 1
     for step in found["healthy"]:
-        assert len(step) == len(found["by hand"]) + 1
+        assert step == found["by hand"]
     assert len(found["a nan"][BAD_STEP]) > len(found["a nan"][BAD_STEP - 1])
     assert found["a nan"][BAD_STEP + 1] == found["healthy"][BAD_STEP + 1]
-    assert len(found["largest value"][0]) == len(found["healthy"][0])
+    assert len(found["largest value"][0]) == len(found["by hand"]) + 1
+    assert len(found["a second look"][1]) == len(found["by hand"]) + 1
+    assert len(found["a bad loss"][BAD_STEP]) > len(found["a bad loss"][BAD_STEP - 1]) == len(step)
 
 
 def operators_in_backward(rank: int, folder: Path) -> tuple[list[str], list[str], int]:

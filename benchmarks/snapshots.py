@@ -1,0 +1,126 @@
+"""What a snapshot costs the training, in memory and on disk, beside a blocking torch.save.
+
+Interleaved: steps with and without a snapshot alternate in one run, blocks of steps with and without the
+disk alternate, so that what else the machine does hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import workload
+from torch import Tensor
+
+from gradsentinel import NanCallback, Rollback, Sentinel
+
+TOKENS = 64
+PERIOD = 50
+"""One snapshot per so many steps is what the cost is spread over."""
+BLOCK = 25
+WARM_UP = 6
+
+
+class Loop:
+    """A watched training whose steps are timed."""
+
+    def __init__(self, rollback: Rollback | None, run_dir: Path | None = None) -> None:
+        self.net = workload.model()
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-4)
+        callbacks = [NanCallback(state_every=0, state_warmup=0)]
+        self.sentinel = Sentinel(
+            self.net,
+            self.optimizer,
+            callbacks=callbacks if rollback is None else [*callbacks, rollback],
+            run_dir=run_dir,
+        )
+        self.run = self.sentinel._watch.run
+
+    def steps(self, x: Tensor, count: int) -> Iterator[float]:
+        """Yield the seconds of each step."""
+        for _ in range(count):
+            start = time.perf_counter()
+            for _ in self.sentinel.steps([x]):
+                self.sentinel.backward(workload.loss_of(self.net, x, x))
+                self.sentinel.step(max_norm=1.0)
+            yield time.perf_counter() - start
+
+    def save(self, path: Path) -> float:
+        """Return the seconds of the checkpoint that one would write by hand, blocking."""
+        start = time.perf_counter()
+        torch.save({"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+        return time.perf_counter() - start
+
+
+def in_memory(x: Tensor, folder: Path, rounds: int) -> dict[str, float]:
+    """Return the milliseconds of a step, of a snapshot on top of it, and of a torch.save."""
+    loop = Loop(Rollback(every=2, confirm_after=2))
+    list(loop.steps(x, 2 * WARM_UP))
+    extra, plain, saves = [], [], []
+    for number in range(rounds):
+        without, with_snapshot = loop.steps(x, 2)
+        plain.append(without)
+        extra.append(with_snapshot - without)
+        if number % 5 == 0:
+            saves.append(loop.save(folder / "by-hand.pt"))
+    return {
+        "step": 1e3 * statistics.median(plain),
+        "snapshot": 1e3 * statistics.median(extra),
+        "torch.save": 1e3 * statistics.median(saves),
+        "state MB": loop.run.known_good.nbytes() / 1e6 if loop.run.known_good else 0.0,
+        "held MB": loop.run.staging.cost.nbytes / 1e6,
+    }
+
+
+def on_disk(x: Tensor, folder: Path, blocks: int) -> dict[str, float]:
+    """Return the time of a block of steps in which one snapshot is taken and written, over one without."""
+    plain = Loop(None)
+    saving = Loop(Rollback(every=BLOCK, confirm_after=0, on_disk=1), folder / "run")
+    for loop in (plain, saving):
+        list(loop.steps(x, BLOCK))
+    ratios = []
+    for number in range(blocks):
+        times = {}
+        for loop in (plain, saving) if number % 2 else (saving, plain):
+            saving.run.states.finish()  # what the block before has left over is not this block's
+            times[loop] = sum(loop.steps(x, BLOCK))
+        ratios.append(times[saving] / times[plain])
+    cost = saving.run.staging.cost
+    saving.sentinel.close()
+    return {
+        "block over plain block": statistics.median(ratios),
+        "write beside the training": 1e3 * cost.write_seconds / max(cost.written, 1),
+        "waited for the disk": 1e3 * cost.wait_seconds / max(cost.written, 1),
+    }
+
+
+def measure(tokens: int = TOKENS, rounds: int = 40, blocks: int = 8) -> dict[str, Any]:
+    """Return what snapshots cost: milliseconds, and fractions of the training at one per 50 steps."""
+    x = torch.randint(0, 256, (max(1, tokens // 64), 64))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        memory = in_memory(x, folder, rounds)
+        disk = on_disk(x, folder, blocks)
+    return {
+        "tokens": tokens,
+        "milliseconds": {**memory, **disk},
+        "amortised": {
+            f"in memory, one per {PERIOD} steps": memory["snapshot"] / (PERIOD * memory["step"]),
+            f"and on disk, one per {PERIOD} steps": (disk["block over plain block"] - 1) * BLOCK / PERIOD,
+            f"torch.save, one per {PERIOD} steps": memory["torch.save"] / (PERIOD * memory["step"]),
+        },
+        "snapshot over torch.save": memory["snapshot"] / memory["torch.save"],
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.getLogger("gradsentinel").setLevel(logging.ERROR)
+    print(json.dumps(measure(), indent=2))

@@ -1,0 +1,157 @@
+"""Whatever goes wrong, and whatever the budgets: the end is one that a fault-free run could have had.
+
+Namely the run over the batches that survived: those of dropped steps are missing, and those of steps that
+a rollback or a restart took back. It is made by plain torch, and compared bit for bit.
+"""
+
+import math
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradsentinel import (
+    Action,
+    BeforeClip,
+    Escalation,
+    Finding,
+    Kind,
+    NanCallback,
+    Rollback,
+    Skip,
+    TrainingAborted,
+)
+from loops import build, differences, make_batches, train_by_hand
+
+FAULTS = ("gradient", "loss", "back", "weight", "moment", "statistic")
+BATCHES = make_batches(14)
+
+
+@dataclass
+class Plan:
+    """What goes wrong, by attempted step of each life, and what the run may do about it."""
+
+    lives: list[dict[int, str]]
+    settings: dict[str, object]
+    rollback: dict[str, int]
+    max_skips: int
+    escalation: dict[str, int] | None
+
+    def callbacks(self):
+        return [
+            NanCallback(state_every=1),
+            Skip(max_skips=self.max_skips),
+            Rollback(**self.rollback),
+            *([] if self.escalation is None else [Escalation(**self.escalation)]),
+        ]
+
+
+plans = st.builds(
+    Plan,
+    lives=st.lists(
+        st.dictionaries(st.integers(0, 13), st.sampled_from(FAULTS), max_size=6), min_size=1, max_size=3
+    ),
+    settings=st.fixed_dictionaries(
+        {
+            "optimizer": st.sampled_from(["sgd", "adamw", "adamw-fused", "adagrad"]),
+            "scheduler": st.sampled_from([None, "cosine", "lambda"]),
+            "ema": st.booleans(),
+            "max_norm": st.sampled_from([None, 0.5]),
+        }
+    ),
+    rollback=st.fixed_dictionaries(
+        {
+            "every": st.integers(1, 4),
+            "confirm_after": st.integers(0, 3),
+            "keep": st.integers(1, 3),
+            "after": st.integers(1, 3),
+            "max_rollbacks": st.integers(0, 3),
+            "on_disk": st.integers(0, 2),
+        }
+    ),
+    max_skips=st.integers(0, 3),
+    escalation=st.none()
+    | st.fixed_dictionaries({"max_skips": st.integers(0, 4), "max_rollbacks": st.integers(0, 3)}),
+)
+
+
+class Survivors:
+    """The batches that the state is made of, by step."""
+
+    def __init__(self):
+        self.made: list[tuple[int, int]] = []
+
+    def back_to(self, step):
+        self.made = [(at, batch) for at, batch in self.made if at < step]
+
+    def state(self, plan):
+        reference = build(**plan.settings)
+        train_by_hand(reference, [BATCHES[batch] for _, batch in self.made])
+        return reference.state()
+
+
+def spoil(run, fault):
+    """Do the harm that is done behind the loop's back."""
+    with torch.no_grad():
+        if fault == "weight":
+            run.model.head.weight[0, 0] = math.nan
+        elif fault == "statistic":
+            run.model.norm.running_var[1] = math.inf
+        elif fault == "moment":
+            for entries in run.optimizers[0].state.values():
+                next(value for value in entries.values() if value.dim())[0] = math.nan
+
+
+def live(plan, run, folder, faults, survivors):
+    """One process's life; True if it came to the end of the data."""
+    asked, fault = [False], None
+    with run.sentinel(plan.callbacks(), run_dir=folder, resume="auto") as sentinel:
+        survivors.back_to(sentinel.step_count)
+        sentinel.on(
+            BeforeClip,
+            lambda event: Finding(kind=Kind.SPIKE, value=torch.tensor(asked[0]), action=Action.ROLLBACK),
+        )
+        position = sentinel.data_position
+        if position["epoch"]:
+            return True
+        for attempt, batch in enumerate(sentinel.steps(BATCHES)):
+            fault, step = faults.get(attempt), sentinel.step_count
+            number = next(n for n, one in enumerate(BATCHES) if one is batch)
+            asked[0] = fault == "back"
+            loss = run.loss(batch)
+            sentinel.backward(loss * math.nan if fault == "loss" else loss)
+            if fault == "gradient":
+                run.model.head.bias.grad[1] = math.inf
+            sentinel.step(max_norm=run.max_norm)
+            if sentinel.step_count <= step:
+                survivors.back_to(sentinel.step_count)
+            elif sentinel.applied:
+                survivors.made.append((step, number))
+            if fault in {"weight", "moment", "statistic"}:
+                spoil(run, fault)
+        return fault not in {"weight", "moment", "statistic"}  # nobody has looked since
+
+
+@settings(max_examples=40)
+@given(plans)
+def test_any_faults_and_budgets(plan):
+    folder, survivors = Path(tempfile.mkdtemp()), Survivors()
+    try:
+        for faults in plan.lives:
+            run = build(**plan.settings)
+            try:
+                if live(plan, run, folder, faults, survivors):
+                    assert differences(run.state(), survivors.state(plan)) == []
+                    return
+            except TrainingAborted:
+                pass
+        left = build(**plan.settings)  # what is on disk when nobody starts it again
+        with left.sentinel([NanCallback()], run_dir=folder, resume="auto") as sentinel:
+            survivors.back_to(sentinel.step_count)
+        assert differences(left.state(), survivors.state(plan)) == []
+    finally:
+        shutil.rmtree(folder)
