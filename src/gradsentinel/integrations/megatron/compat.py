@@ -1,0 +1,141 @@
+"""What this version of Megatron-Core is, and whether this model and optimizer can be watched."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from gradsentinel.errors import ConfigurationError
+
+logger = logging.getLogger("gradsentinel")
+
+OLDEST = (0, 10)
+"""The oldest release of Megatron-Core that is supported."""
+NEWEST = (0, 20)
+"""The newest one that was tried."""
+_FLAG = "--no-check-for-nan-in-loss-and-grad"
+
+
+def check_version() -> str:
+    """Return the version of Megatron-Core; raises ConfigurationError if it is missing or too old."""
+    try:
+        core = importlib.import_module("megatron.core")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"Megatron-Core cannot be imported ({error}); install megatron-core, or put the checkout of "
+            "Megatron-LM on PYTHONPATH"
+        ) from error
+    version = str(getattr(core, "__version__", "0"))
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST:
+        raise ConfigurationError(
+            f"megatron-core {version} is too old: it works with {OLDEST[0]}.{OLDEST[1]} to "
+            f"{NEWEST[0]}.{NEWEST[1]}"
+        )
+    if numbers > NEWEST:
+        logger.warning("megatron-core %s is newer than %d.%d, the newest that was tried", version, *NEWEST)
+    return version
+
+
+def chunks_of(model: Any) -> list[nn.Module]:
+    """Return the model's chunks; raises ConfigurationError if they are not under Megatron's own DDP."""
+    chunks = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else [model]
+    if not chunks:
+        raise ConfigurationError("the model is an empty list: give what setup_model_and_optimizer returned")
+    for chunk in chunks:
+        if not isinstance(chunk, nn.Module):
+            raise ConfigurationError(f"model holds a {type(chunk).__name__}, which is no torch.nn.Module")
+        missing = [name for name in ("ddp_config", "buffers", "bucket_groups") if not hasattr(chunk, name)]
+        if missing or not isinstance(chunk.bucket_groups, list):
+            raise ConfigurationError(
+                f"{type(chunk).__name__} keeps its gradients in no flat buffers that are known here; wrap "
+                "the model in megatron.core.distributed.DistributedDataParallel (Megatron's FSDP and torch's "
+                "FSDP2 are not supported)"
+            )
+    return chunks
+
+
+def bucket_groups(chunk: Any) -> list[Any]:
+    """Return what the gradients of a chunk are reduced in, expert-parallel ones last."""
+    return [*chunk.bucket_groups, *getattr(chunk, "expert_parallel_bucket_groups", [])]
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers in Megatron's outermost one; raises ConfigurationError for what is none."""
+    for name in ("prepare_grads", "step", "zero_grad"):
+        if not hasattr(optimizer, name):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} is no optimizer of Megatron-Core (it has no {name}): give what "
+                "get_megatron_optimizer returned"
+            )
+    parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    for part in parts:
+        config = getattr(part, "config", None)
+        if getattr(config, "optimizer_cpu_offload", False):
+            raise ConfigurationError("optimizer_cpu_offload is not supported: its state is in two places")
+        if getattr(config, "overlap_param_gather_with_optimizer_step", False):
+            raise ConfigurationError(
+                "overlap_param_gather_with_optimizer_step is not supported: a chunk's new weights are on "
+                "their way before it is known what the step comes to"
+            )
+    return parts
+
+
+def nan_checks(chunks: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the owner and name of each switch by which Megatron ends the run at a NaN by itself."""
+    seen: set[int] = set()
+    for chunk in chunks:
+        for config in (chunk.ddp_config, *(group.ddp_config for group in bucket_groups(chunk))):
+            if id(config) not in seen and getattr(config, "check_for_nan_in_grad", False):
+                seen.add(id(config))
+                yield config, "check_for_nan_in_grad"
+    arguments = training_arguments()
+    if getattr(arguments, "check_for_nan_in_loss_and_grad", False):
+        yield arguments, "check_for_nan_in_loss_and_grad"
+
+
+def refuse_nan_checks(chunks: Sequence[Any]) -> None:
+    """Raise ConfigurationError if Megatron would end the run before anybody can save it."""
+    found = sorted({name for _, name in nan_checks(chunks)})
+    if found:
+        raise ConfigurationError(
+            f"{' and '.join(found)} is on: Megatron would end the run at a NaN, on the rank that has it and "
+            f"in the midst of a collective, before a step can be dropped. Start with {_FLAG} (or set "
+            "DistributedDataParallelConfig.check_for_nan_in_grad=False), or let it be switched off with "
+            "attach(..., allow_nan_check_off=True)"
+        )
+
+
+def training_arguments() -> Any:
+    """Return the arguments of Megatron-LM's training script, None where it does not run."""
+    module = sys.modules.get("megatron.training.global_vars")
+    try:
+        return None if module is None else module.get_args()
+    except AssertionError:  # not initialised: another script's own loop
+        return None
+
+
+def state() -> Any:
+    """Return Megatron-Core's module of parallel groups."""
+    return importlib.import_module("megatron.core.parallel_state")
+
+
+def asked(name: str, default: Any = None, **kwargs: Any) -> Any:
+    """Return what a function of `parallel_state` says, or the default where this version has no answer."""
+    try:
+        return getattr(state(), name)(**kwargs)
+    except Exception:  # noqa: BLE001 - other versions, or groups that this job has none of
+        return default
+
+
+def ranks_in(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group; of a list of groups (several pipelines) those of all."""
+    groups = group if isinstance(group, list) else [group]
+    return tuple(sorted({rank for one in groups for rank in dist.get_process_group_ranks(one)}))

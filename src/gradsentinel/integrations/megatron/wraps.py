@@ -1,0 +1,49 @@
+"""Methods of single objects replaced for a while, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Takes the method that is there and returns what is to be called instead."""
+
+
+class Wraps:
+    """Wraps around methods of instances; classes and modules stay as they are."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Any, str, bool, Any, Any]] = []
+        self.active = True
+        """False once they were taken off: whoever kept one of them gets the plain method."""
+
+    def wrap(self, owner: Any, name: str, make: Make) -> None:
+        """Replace the method of this one object."""
+        own = name in vars(owner)
+        plain = getattr(owner, name)
+        instead = make(plain)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return instead(*args, **kwargs) if self.active else plain(*args, **kwargs)
+
+        method.__name__ = method.__qualname__ = name
+        method.__wrapped__ = plain  # type: ignore[attr-defined]
+        setattr(owner, name, method)
+        self._done.append((owner, name, own, plain, method))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute, to be put back like a method."""
+        self._done.append((owner, name, True, getattr(owner, name), value))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Put everything back; what somebody else has put on top stays, and finds the plain method."""
+        self.active = False
+        for owner, name, own, plain, ours in reversed(self._done):
+            if vars(owner).get(name) is not ours:
+                continue
+            if own:
+                setattr(owner, name, plain)
+            else:
+                delattr(owner, name)
+        self._done.clear()

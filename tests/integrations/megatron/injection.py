@@ -1,0 +1,93 @@
+"""Faults for the tiny GPT: one element of one gradient on one rank, before or after the reduction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from layouts import Fault
+from torch import Tensor
+
+
+class Injector:
+    """Puts faults into a training on this rank; counts how often each has struck."""
+
+    def __init__(self, training: Any, faults: tuple[Fault, ...], rank: int) -> None:
+        self._training = training
+        self.struck = 0
+        self._mine = [fault for fault in faults if fault.rank == rank]
+        self._done: set[int] = set()
+        self._calls: dict[int, int] = {}
+        for fault in self._mine:
+            if fault.when == "before":
+                self._parameter(fault).register_hook(lambda g, fault=fault: self._in_backward(g, fault))
+            elif fault.when == "forward":
+                self._module(fault).register_forward_hook(
+                    lambda _m, _i, output, fault=fault: self._in_forward(output, fault)
+                )
+        training.after_reduction = self._after_reduction
+
+    def begin(self) -> None:
+        """Hear that forward and backward passes begin, for the first time or again."""
+        self._calls.clear()
+
+    def _parameter(self, fault: Fault) -> Any:
+        for chunk in self._training.model:
+            for name, parameter in chunk.module.named_parameters():
+                # A reduced gradient counts only where its parameter is stepped.
+                if fault.parameter in name and (fault.when == "before" or self._owned(parameter) is not None):
+                    return parameter
+        raise AssertionError(f"rank {fault.rank} has no parameter like {fault.parameter}")
+
+    def _module(self, fault: Fault) -> Any:
+        for chunk in self._training.model:
+            for name, module in chunk.module.named_modules():
+                if name.endswith(fault.parameter):
+                    return module
+        raise AssertionError(f"rank {fault.rank} has no module like {fault.parameter}")
+
+    def _strikes(self, fault: Fault, *, counted: bool = True) -> bool:
+        key = id(fault)
+        call = self._calls.get(key, 0)
+        self._calls[key] = call + 1
+        if self._training.step != fault.step or (counted and call != fault.microbatch):
+            return False
+        if key in self._done and not fault.persistent:
+            return False
+        self._done.add(key)
+        self.struck += 1
+        return True
+
+    def _in_backward(self, gradient: Tensor, fault: Fault) -> Tensor | None:
+        return _spoiled(gradient, fault.value) if self._strikes(fault) else None
+
+    def _in_forward(self, output: Any, fault: Fault) -> Any:
+        if not self._strikes(fault):
+            return None
+        if isinstance(output, tuple):
+            return (_spoiled(output[0], fault.value), *output[1:])
+        return _spoiled(output, fault.value)
+
+    def _after_reduction(self) -> None:
+        for fault in self._mine:
+            if fault.when == "after" and self._strikes(fault, counted=False):
+                parameter = self._parameter(fault)
+                parameter.main_grad.view(-1)[self._owned(parameter)] = fault.value
+
+    def _owned(self, parameter: Any) -> int | None:
+        """An element that this rank's optimizer uses, None if there is none."""
+        sharded = [part for part in self._training.parts() if hasattr(part, "_get_model_param_range_map")]
+        for part in sharded:
+            try:
+                start: int = part._get_model_param_range_map(parameter)["param"].start
+            except KeyError:
+                continue
+            return start
+        return None if sharded else 0
+
+
+def _spoiled(values: Tensor, value: float) -> Tensor:
+    spoiled = values.clone()
+    with torch.no_grad():
+        spoiled.view(-1)[5 % spoiled.numel()] = value
+    return spoiled

@@ -1,0 +1,63 @@
+"""How the tiny GPT is spread over ranks, and what goes wrong in it; plain data, without Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = ["LAYOUTS", "Fault", "Layout", "replace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the model is spread over the ranks, and in which precision it is trained."""
+
+    world: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 0
+    ep: int = 1
+    experts: int = 0
+    sequence_parallel: bool = False
+    distributed: bool = False
+    """The optimizer's state is spread over the data-parallel ranks."""
+    overlap: bool = False
+    precision: str = "fp32"
+    tied: bool = True
+    layers: int = 4
+    dropout: float = 0.1
+    microbatches: int = 2
+    clip: float = 1.0
+    check_for_nan: bool = False
+    loss_scale: float = 2.0**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One element goes bad on one rank in one step."""
+
+    rank: int
+    step: int = 2
+    parameter: str
+    """Part of its name on that rank; of a module for `forward`."""
+    when: str = "before"
+    """before: in the gradient of a micro-batch; after: in the reduced gradient; forward: in the output of the
+    module whose name ends with that."""
+    value: float = float("nan")
+    persistent: bool = False
+    """It comes back when the step is computed again."""
+    microbatch: int = 1
+
+
+LAYOUTS = {
+    "tp2dp2": Layout(world=4, tp=2, precision="bf16", distributed=True),
+    "pp2": Layout(world=2, pp=2),
+    "tp2pp2dp2": Layout(world=8, tp=2, pp=2, precision="bf16", distributed=True),
+    "dp2-overlap": Layout(world=2, precision="bf16", distributed=True, overlap=True),
+    "dp2-overlap-plain": Layout(world=2, precision="bf16", overlap=True),
+    "tp2-fp16": Layout(world=2, tp=2, precision="fp16"),
+    "dp2-fp16-distributed": Layout(world=2, precision="fp16", distributed=True),
+    "tp2-sequence": Layout(world=2, tp=2, sequence_parallel=True, precision="bf16"),
+    "ep2": Layout(world=2, ep=2, experts=4, precision="bf16", distributed=True),
+    "pp2vpp2": Layout(world=2, pp=2, vpp=2, precision="bf16"),
+    "one": Layout(precision="bf16"),
+}
