@@ -133,6 +133,7 @@ class DeviceGuard(HostGuard):
         condemned = submitted.submission.condemned()
         if max_norm is not None:
             view.clip_(max_norm)
+        view.retire()  # while the gradients are still at hand
         found = condemned
         if overflow is not None:
             found = found.logical_or(submitted.submission.broken(0))  # of any rank: all do alike
@@ -143,7 +144,6 @@ class DeviceGuard(HostGuard):
         pace = Pace.of(host.schedulers, host.optimizers)
         host.finish(optimizers, advance=True)
         rates = host.learning_rates()
-        view.retire()
         letter = self._mailbox.post(submitted.submission.sheet())
         self._flights.append(
             _Flight(submitted, letter, rates, pace, optimizers, clipped=max_norm is not None)
