@@ -1,0 +1,130 @@
+"""Watches a loop that is written around Accelerate.
+
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+sentinel = prepare(accelerator, model, optimizer, scheduler=scheduler,
+                   forward=lambda model, batch: model(**batch).loss)
+for batch in sentinel.steps(loader):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch).loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+sentinel.close()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradsentinel.callback import Callback
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.host import Forward
+from gradsentinel.integrations.accelerate.driver import AcceleratorDriver, check_accelerator
+from gradsentinel.integrations.bare import LoopSentinel, with_settings
+from gradsentinel.integrations.engine import Engine
+from gradsentinel.integrations.host import FrameworkHost, raw
+from gradsentinel.integrations.settings import RunSettings
+from gradsentinel.integrations.versions import require
+
+__all__ = ["LoopSentinel", "prepare"]
+
+OLDEST = "1.10"
+
+
+def prepare(
+    accelerator: Any,
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    callbacks: Sequence[Callback] | None = None,
+    scheduler: Any = None,
+    forward: Forward | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    mesh: Any = None,
+    timeout: float = 600.0,
+    diagnosis_budget: float = 30.0,
+) -> LoopSentinel:
+    """Begin to watch a loop, which goes on calling the accelerator as before; called on every rank.
+
+    Wrapped are methods of this accelerator and of these optimizers, until `close()`. A dropped step counts
+    as a skipped one for Accelerate, so a scheduler that was prepared with the optimizer stands still; any
+    other scheduler given here is put back before the next step.
+
+    Args:
+        accelerator: as it is, after everything was prepared.
+        model: what `accelerator.prepare` returned, one or several.
+        optimizer: what `accelerator.prepare` returned, one or several.
+        callbacks: as for `Sentinel`.
+        scheduler: the LR scheduler(s), prepared or not: part of snapshots.
+        forward: `forward(model, batch) -> loss`, with which a step can be computed again: what the loop
+            gives to `accelerator.backward`.
+        run_dir: where events and incidents are written; None: `gradsentinel-runs/<time>` if there is need.
+        extra: further objects with state_dict and load_state_dict that belong to the training state.
+        mesh: the job's DeviceMesh.
+        timeout: seconds that a rank may keep the others waiting before they stop, naming it.
+        diagnosis_budget: seconds that finding out about one incident may take.
+
+    Raises:
+        FrameworkError: if accelerate is missing or too old.
+        ConfigurationError: for anything else that cannot work.
+        TrainingAborted: if a detector finds the initial state unusable.
+    """
+    require("accelerate", oldest=OLDEST, extra="huggingface")
+    check_accelerator(accelerator)
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for one in optimizers:
+        if not hasattr(one, "gradient_state"):
+            raise ConfigurationError(
+                f"{type(one).__name__} was not prepared: give what accelerator.prepare(optimizer) returned"
+            )
+    given = (
+        list(scheduler)
+        if isinstance(scheduler, (list, tuple))
+        else [scheduler]
+        if scheduler is not None
+        else []
+    )
+    host = FrameworkHost(
+        model,
+        raw(optimizers),
+        scheduler=[getattr(one, "scheduler", one) for one in given],
+        scaler=accelerator.scaler,
+        extra=extra,
+    )
+    driver = AcceleratorDriver(accelerator, optimizers)
+    settings = RunSettings(run_dir=run_dir, mesh=mesh, timeout=timeout, diagnosis_budget=diagnosis_budget)
+    saves: list[Callable[..., Any]] = [accelerator.save_state]
+
+    def save(directory: Path) -> str:
+        return str(saves[0](str(directory / "aborted")))
+
+    engine = Engine(
+        host,
+        with_settings(callbacks, settings),
+        model=model,
+        forward=forward,
+        several=True,
+        ends_late=len(optimizers) == 1,
+        save=save,
+    )
+    engine.held.wanted = True
+    driver.attach(engine)
+
+    def checked(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def save_state(*args: Any, **kwargs: Any) -> Any:
+            engine.check_state()
+            return plain(*args, **kwargs)
+
+        return save_state
+
+    driver.wraps.wrap(accelerator, "save_state", checked)
+    return LoopSentinel(engine, driver.wraps)

@@ -1,0 +1,219 @@
+"""One `train()` of a Hugging Face Trainer, watched."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradsentinel.archive import ArchiveError, read_archive, write_archive
+from gradsentinel.callbacks.tensorboard import TensorBoardCallback
+from gradsentinel.decision import Action
+from gradsentinel.integrations.accelerate.driver import AcceleratorDriver, check_accelerator
+from gradsentinel.integrations.bare import inner_sampler
+from gradsentinel.integrations.engine import Engine
+from gradsentinel.integrations.host import FrameworkHost, raw
+from gradsentinel.integrations.natives import Native
+from gradsentinel.recompute import RecomputeError
+from gradsentinel.store import unused
+from gradsentinel.tree import UnsupportedStateError, map_tensors
+
+logger = logging.getLogger("gradsentinel")
+
+_KIND = "huggingface-run"
+
+
+class Session:
+    """From `on_train_begin` to the end of training: one run of the watch, driven by the Trainer's methods."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        natives: Sequence[Native],
+        loader: Any,
+        checkpoint: Any,
+        earlier: Mapping[str, Any] | None,
+    ) -> None:
+        check_accelerator(trainer.accelerator)
+        self._trainer = trainer
+        self._items: Any = None
+        self._number = 0
+        self._epoch = 0
+        self._reported = 0
+        self._step = trainer.training_step
+        self._save_checkpoint = trainer._save_checkpoint
+        self._driver = AcceleratorDriver(trainer.accelerator, [trainer.optimizer])
+        scheduler = trainer.lr_scheduler
+        host = FrameworkHost(
+            trainer.model_wrapped,
+            raw([trainer.optimizer]),
+            scheduler=[] if scheduler is None else [getattr(scheduler, "scheduler", scheduler)],
+            scaler=trainer.accelerator.scaler,
+        )
+        callbacks = [one.begin() for one in natives]
+        _share_writer(trainer, callbacks)
+        directory = Path(trainer.args.output_dir) / "gradsentinel"
+        self.engine = Engine(
+            host,
+            callbacks,
+            model=trainer.model_wrapped,
+            forward=self._loss,
+            directory=directory,
+            earlier=self._from_checkpoint(checkpoint, host) or earlier,
+            save=self._save,
+        )
+        self._sampler = inner_sampler(loader)
+        self._driver.attach(self.engine)
+        wraps = self._driver.wraps
+        wraps.wrap(trainer, "training_step", self._around_training_step)
+        wraps.wrap(trainer, "_save_checkpoint", self._around_save)
+        if hasattr(trainer, "_run_epoch"):  # whatever is raised in there ends the run
+            wraps.wrap(trainer, "_run_epoch", self._around_epoch)
+        self._state: Mapping[str, Any] | None = None
+
+    # -- what the events call -------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Take note of the epoch, and tell its sampler of the run's list."""
+        run = self.engine.run
+        self._number = run.data["batch"] if run.data["epoch"] == epoch and self._number == 0 else 0
+        self._epoch = epoch
+        run.skipped.draw_through(self._sampler, run)
+
+    def step_done(self) -> None:
+        """End the step, now that the scheduler has moved, and log the true numbers if it was no ordinary one.
+
+        `logging_nan_inf_filter` hides them in the Trainer's own.
+        """
+        self.engine.finish()
+        decision = self.engine.decision
+        incidents = self.engine.run.incidents
+        if decision is None or decision.action <= Action.WARN or len(incidents) == self._reported:
+            return
+        self._reported = len(incidents)
+        logs: dict[str, Any] = {"gradsentinel_action": decision.action.label}
+        if decision.incident is not None:
+            logs["gradsentinel_incident"] = decision.incident.id
+            loss, norm = decision.incident.loss, decision.incident.grad_norm
+            logs.update(gradsentinel_loss=math.nan if loss is None else loss)
+            logs.update(gradsentinel_grad_norm=math.nan if norm is None else norm)
+        wanted = self._trainer.control.should_log
+        self._trainer.log(logs)
+        self._trainer.control.should_log = wanted  # logging has taken it back, and the Trainer has yet to log
+
+    def save_beside_checkpoint(self, step: int) -> None:
+        """Write what the run has to remember into the Trainer's checkpoint; a failure is logged."""
+        folder = Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
+        run = self.engine.run
+        if not folder.is_dir():
+            return
+        path = folder / f"gradsentinel-rank{run.rank.rank}"
+        if path.exists():
+            path = unused(folder, path.name)
+        try:
+            write_archive(path, self.engine.state_dict(), {"step": run.step}, kind=_KIND)
+        except (OSError, UnsupportedStateError, TypeError, ValueError) as error:
+            logger.error("what the callbacks remember is not in %s: %s", folder, error)  # noqa: TRY400
+
+    def leave(self, error: BaseException | None) -> Mapping[str, Any]:
+        """End the run once, take everything off again, and return what it has to remember."""
+        if self._state is None:
+            self._driver.wraps.undo()
+            self._state = self.engine.state_dict()
+            self.engine.close(error)
+        return self._state
+
+    # -- around methods of this trainer ---------------------------------------------------------------
+
+    def _around_training_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None, *rest: Any) -> Any:
+            window = int(getattr(self._trainer, "current_gradient_accumulation_steps", 1))
+            self._items = num_items_in_batch
+            self._driver.weight = window
+            number = self._number if self._sampler is None else self._sampler.number_of(self._number)
+            self._number += 1
+            # A copy of the containers: some models take their labels out.
+            self.engine.take(
+                map_tensors(lambda tensor: tensor, inputs), place=(self._epoch, number), expected=window
+            )
+            try:
+                return plain(model, inputs, num_items_in_batch, *rest)
+            except BaseException as error:
+                self.leave(error)
+                raise
+
+        return training_step
+
+    def _around_epoch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def _run_epoch(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return plain(*args, **kwargs)
+            except BaseException as error:
+                self.leave(error)
+                raise
+
+        return _run_epoch
+
+    def _around_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def _save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            self.engine.check_state()
+            return plain(*args, **kwargs)
+
+        return _save_checkpoint
+
+    # -- what the engine calls ------------------------------------------------------------------------
+
+    def _loss(self, model: Any, batch: Any) -> Tensor:
+        """Return what `training_step` gives to `accelerator.backward`, with nothing counted twice."""
+        trainer = self._trainer
+        kept = {name: copy.deepcopy(vars(trainer)[name]) for name in _COUNTED if name in vars(trainer)}
+        try:
+            with self._driver.capturing() as losses:
+                self._step(model, batch, self._items)
+        finally:
+            vars(trainer).update(kept)
+        if len(losses) != 1:
+            raise RecomputeError(f"training_step runs {len(losses)} backward passes where one is expected")
+        return losses[0][0]
+
+    def _save(self, directory: Path) -> str:
+        """Write the Trainer's checkpoint of an aborted run, where `resume_from_checkpoint` finds it."""
+        trainer = self._trainer
+        folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}"
+        if folder.is_dir():
+            return f"{folder} (written before)"
+        self._save_checkpoint(trainer.model, trial=None)
+        self.save_beside_checkpoint(trainer.state.global_step)
+        return str(folder)
+
+    def _from_checkpoint(self, checkpoint: Any, host: FrameworkHost) -> Mapping[str, Any] | None:
+        """Return what the checkpoint holds of the run; None, and logged, if it cannot be read."""
+        if not isinstance(checkpoint, (str, Path)):
+            return None
+        path = Path(checkpoint) / f"gradsentinel-rank{self._trainer.args.process_index}"
+        if not path.exists():
+            return None
+        try:
+            state, _ = read_archive(path, kind=_KIND)
+        except ArchiveError as error:
+            logger.error("what the callbacks remembered is lost: %s", error)  # noqa: TRY400
+            return None
+        return dict(state)
+
+
+_COUNTED = ("_metrics", "_total_train_tokens")
+"""What trl's trainers count in their loss."""
+
+
+def _share_writer(trainer: Any, callbacks: Sequence[Any]) -> None:
+    """Let a TensorBoardCallback without a place of its own write into the files of the Trainer's own."""
+    writers = [getattr(one, "tb_writer", None) for one in trainer.callback_handler.callbacks]
+    writer = next((one for one in writers if one is not None), None)
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and not callback.writer and not callback.log_dir:
+            callback.writer = writer

@@ -1,0 +1,252 @@
+"""One fit of a Lightning Trainer, watched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsentinel.callbacks.recomputing import Recomputing
+from gradsentinel.callbacks.tensorboard import TensorBoardCallback
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.integrations.engine import Engine
+from gradsentinel.integrations.host import FrameworkHost, raw
+from gradsentinel.integrations.lightning.again import TrainingStep
+from gradsentinel.integrations.natives import Native, first_restored
+from gradsentinel.integrations.wraps import Wraps
+from gradsentinel.sampler import SkipBatches, sampler_of
+
+logger = logging.getLogger("gradsentinel")
+
+_OWN_STEPS = ("DeepSpeed", "XLA", "HPU", "Colossal")
+"""Strategies that clip, scale or step where no hook sees it."""
+
+
+class Session:
+    """Between `on_train_start` and the end of training: one run of the watch, driven by Lightning's hooks."""
+
+    def __init__(
+        self, trainer: Any, module: Any, natives: Sequence[Native], earlier: Mapping[str, Any] | None
+    ) -> None:
+        _check_strategy(trainer.strategy)
+        self._trainer = trainer
+        self._module = module
+        self._automatic = bool(module.automatic_optimization)
+        self._loss: Tensor | None = None
+        self._sampler: SkipBatches | None = None
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        host = FrameworkHost(
+            strategy.model,
+            raw(trainer.optimizers),
+            scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+            scaler=getattr(precision, "scaler", None),
+            extra={f"average.{index}": average for index, (_, average) in enumerate(_averages(trainer))},
+        )
+        callbacks = [one.begin() for one in natives]
+        _share_writer(trainer, callbacks)
+        self._step = TrainingStep(trainer, module)
+        reason = self._step.reason_against()
+        if reason and trainer.is_global_zero and any(isinstance(one, Recomputing) for one in callbacks):
+            logger.warning("no step can be computed again: %s", reason)
+        self.engine = Engine(
+            host,
+            callbacks,
+            model=strategy.model,
+            forward=self._step.forward(),
+            directory=_directory(trainer),
+            earlier=first_restored(natives) or earlier,
+            several=not self._automatic,
+            ends_late=len(trainer.optimizers) == 1,
+            save=self._save,
+        )
+        self._step.engine = self.engine
+        self.engine.held.wanted = not self._automatic
+        self._wraps = Wraps()
+        self._wraps.wrap(strategy, "optimizer_step", self._around_optimizer_step)
+        self._wraps.wrap(precision, "clip_grad_by_norm", self._around_clip_norm)
+        self._wraps.wrap(precision, "clip_grad_by_value", self._around_clip_value)
+        self._wraps.wrap(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._around_schedulers)
+        self._wraps.wrap(trainer, "save_checkpoint", self._around_save)
+        averaging = [callback for callback, _ in _averages(trainer)]
+        for callback in averaging:
+            if hasattr(callback, "should_update"):
+                self._wraps.wrap(callback, "should_update", self._around_average)
+        leader = trainer.callbacks.index(natives[0])
+        later = [one for one in averaging if trainer.callbacks.index(one) > leader]
+        self._late_average = later[-1] if later else None
+        if self._late_average is not None:
+            self._wraps.wrap(self._late_average, "on_train_batch_end", self._around_batch_end)
+
+    # -- what the hooks call --------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Tell the sampler of this epoch, if it can leave out batches, of the run's list."""
+        loader = self._trainer.train_dataloader
+        self._sampler = sampler_of(loader)
+        self.engine.run.skipped.draw_through(self._sampler, self.engine.run)
+
+    def take(self, batch: Any, number: int) -> None:
+        """Take note of a micro-batch."""
+        if self._step.takes_iterator:
+            return
+        trainer = self._trainer
+        self._step.remember(number)
+        place = trainer.current_epoch, number if self._sampler is None else self._sampler.number_of(number)
+        expected = None
+        if self._automatic:
+            window = trainer.accumulate_grad_batches
+            left = trainer.num_training_batches - (number - number % window)
+            expected = int(min(window, left))
+        self.engine.take(batch, place=place, expected=expected)
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Keep the loss of the backward pass that comes now."""
+        self._loss = loss.detach()
+
+    def backward_done(self) -> None:
+        """Take note of the gradients, with the loss as the module returned it."""
+        loss, self._loss = self._loss, None
+        divisor = self._trainer.accumulate_grad_batches if self._automatic else 1
+        scaler = self.engine.host.scaler
+        if loss is not None and scaler is not None:
+            loss = loss / scaler._scale  # a power of two
+        if loss is not None and divisor > 1:
+            loss = loss * divisor
+        self.engine.backward_done(loss, divisor=divisor)
+
+    def judge(self, optimizer: Any) -> None:
+        """Judge the step of an optimizer, unless that was done when the module clipped by itself."""
+        (inner,) = raw([optimizer])
+        if not self.engine.concerns(inner):
+            self.engine.judge([inner])
+
+    def batch_done(self, *, last: bool = False) -> None:
+        """End the step: schedulers have moved, and averages of the weights, unless those come later."""
+        if self._late_average is None or last:
+            self.engine.finish()
+            self.engine.held.put_back()
+            self.engine.held.forget()  # an epoch's end may move them
+
+    def end(self, error: BaseException | None) -> Mapping[str, Any]:
+        """End the run, take everything off again, and return what it has to remember."""
+        self._wraps.undo()
+        state = self.engine.state_dict()
+        self.engine.close(error)
+        return state
+
+    # -- around methods of this trainer ---------------------------------------------------------------
+
+    def _around_optimizer_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def optimizer_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            output = plain(optimizer, *args, **kwargs)
+            self.engine.stepped(*raw([optimizer]))
+            return output
+
+        return optimizer_step
+
+    def _judge_own_clip(self, optimizer: Any) -> Optimizer:
+        """Judge a module that clips by itself before it does; with a GradScaler it clips what is scaled."""
+        (inner,) = raw([optimizer])
+        if not self.engine.concerns(inner) and not self._automatic and self.engine.host.scaler is None:
+            self.engine.judge([inner])
+        return inner
+
+    def _around_clip_norm(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Clip with the norms that are known already."""
+
+        def clip_grad_by_norm(optimizer: Any, clip_val: Any) -> None:
+            if self.engine.concerns(self._judge_own_clip(optimizer)):
+                self.engine.clip(float(clip_val))
+            else:
+                plain(optimizer, clip_val)
+
+        return clip_grad_by_norm
+
+    def _around_clip_value(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Clip what is there: torch cannot clip nothing by value, which is what a dropped step leaves."""
+
+        def clip_grad_by_value(optimizer: Any, clip_val: Any) -> None:
+            if not (self.engine.concerns(self._judge_own_clip(optimizer)) and self.engine.dropped):
+                plain(optimizer, clip_val)
+
+        return clip_grad_by_value
+
+    def _around_schedulers(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001 - as theirs
+            if interval != "step" or not self.engine.dropped:
+                plain(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+        return update_lr_schedulers
+
+    def _around_average(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            if step_idx is not None and self.engine.dropped:
+                return False
+            return bool(plain(step_idx=step_idx, epoch_idx=epoch_idx))
+
+        return should_update
+
+    def _around_batch_end(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
+            self.batch_done(last=True)
+
+        return on_train_batch_end
+
+    def _around_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            self.engine.check_state()
+            plain(*args, **kwargs)
+
+        plain_save = plain
+
+        def save(path: Path) -> str:
+            plain_save(path)
+            return str(path)
+
+        self._plain_save = save
+        return save_checkpoint
+
+    def _save(self, directory: Path) -> str:
+        """Write Lightning's checkpoint of an aborted run."""
+        return self._plain_save(directory / "aborted.ckpt")
+
+
+def _check_strategy(strategy: Any) -> None:
+    name = type(strategy).__name__
+    if any(name.startswith(known) for known in _OWN_STEPS) or strategy.handles_gradient_accumulation:
+        raise ConfigurationError(
+            f"{name} clips and steps by itself, where no hook sees the gradients; supported are the "
+            "strategies of one device, DDP, and FSDP2 through ModelParallelStrategy"
+        )
+
+
+def _averages(trainer: Any) -> list[tuple[Any, nn.Module]]:
+    """Return the callbacks that keep an average of the weights, with the average."""
+    found = ((one, getattr(one, "_average_model", None)) for one in trainer.callbacks)
+    return [(one, average) for one, average in found if isinstance(average, nn.Module)]
+
+
+def _directory(trainer: Any) -> Path | None:
+    """Return a directory beside the logger's files; called on every rank."""
+    place = trainer.log_dir if trainer.loggers else None
+    return None if place is None else Path(place) / "gradsentinel"
+
+
+def _share_writer(trainer: Any, callbacks: Sequence[Any]) -> None:
+    """Let a TensorBoardCallback without a place of its own write into the files of Lightning's logger."""
+    for callback in callbacks:
+        if not isinstance(callback, TensorBoardCallback) or callback.writer or callback.log_dir:
+            continue
+        for logger_ in trainer.loggers:
+            writer = getattr(logger_, "experiment", None)
+            if trainer.is_global_zero and all(
+                callable(getattr(writer, name, None))
+                for name in ("add_scalar", "add_text", "add_custom_scalars")
+            ):
+                callback.writer = writer
+                break

@@ -1,0 +1,28 @@
+"""Where an adapter's run is written, for frameworks that take nothing but a list of callbacks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradsentinel.callback import Callback
+from gradsentinel.errors import ConfigurationError
+
+
+@dataclass(kw_only=True)
+class RunSettings(Callback):
+    """No detector: where an adapter's run is written, and how patient it is."""
+
+    run_dir: str | os.PathLike[str] | None = None
+    """Where events, incidents and snapshots go; None takes a place beside the framework's own logs."""
+    timeout: float = 600.0
+    """Seconds that a rank may keep the others waiting before they stop, naming it."""
+    diagnosis_budget: float = 30.0
+    """Seconds that finding out about one incident may take."""
+    mesh: Any = field(default=None, repr=False)
+    """The job's DeviceMesh, whose dimensions become a rank's coordinates."""
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0 or self.diagnosis_budget < 0:
+            raise ConfigurationError("timeout must be above 0 seconds and diagnosis_budget 0 or more")

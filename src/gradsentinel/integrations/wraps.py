@@ -1,0 +1,44 @@
+"""Methods of single objects replaced for a while, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Takes the method that is there and returns what is to be called instead."""
+
+
+class Wraps:
+    """Wraps around methods of instances; classes and modules stay as they are."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Any, str, bool, Any, Any]] = []
+        self.active = True
+        """False once they were taken off: whoever kept one of them gets the plain method."""
+
+    def wrap(self, owner: Any, name: str, make: Make) -> None:
+        """Replace the method of this one object."""
+        own = name in vars(owner)
+        plain = getattr(owner, name)
+        instead = make(plain)
+
+        @wraps(plain)  # with its marks: torch's schedulers look whether the step they know is still there
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return instead(*args, **kwargs) if self.active else plain(*args, **kwargs)
+
+        setattr(owner, name, method)
+        self._done.append((owner, name, own, plain, method))
+
+    def undo(self) -> None:
+        """Put everything back; where somebody else has put something on top, that finds the plain one."""
+        self.active = False
+        for owner, name, own, plain, ours in reversed(self._done):
+            if vars(owner).get(name) is not ours:
+                continue
+            if own:
+                setattr(owner, name, plain)
+            else:
+                delattr(owner, name)
+        self._done.clear()

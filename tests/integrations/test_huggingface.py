@@ -1,0 +1,390 @@
+"""The Hugging Face Trainer: what it may be told to do, and what its log and checkpoints hold."""
+
+# ruff: noqa: PLC0415 - a framework takes seconds to import, and only some tests need it
+
+import inspect
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import Recorder, Task, Trouble, forget_accelerator, hf_trainer, quiet
+from ranks import run_ranks
+
+from gradsentinel import Action, NanCallback, Outcome, Retry, Rollback, Skip, TrainingAborted, callbacks
+from loops import differences, seed
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+NAN = float("nan")
+
+
+def native(folder: Path, *given):
+    from gradsentinel.integrations.huggingface import RunSettings, adapt
+
+    return [*(adapt(one) for one in given), RunSettings(run_dir=folder)]
+
+
+def train(task: Task, folder: Path, given: list, *, resume=None, **settings):
+    trainer = hf_trainer(task, folder, given, **settings)
+    with quiet():
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def state_of(trainer):
+    return {
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "log": [
+            {k: v for k, v in line.items() if "time" not in k and "per_second" not in k}
+            for line in trainer.state.log_history
+        ],
+    }
+
+
+def test_every_callback_has_a_trainer_class_of_its_name_and_arguments():
+    from transformers import TrainerCallback
+
+    from gradsentinel.integrations import huggingface as ours
+
+    for name in callbacks.__all__:
+        made = getattr(ours, name)
+        assert issubclass(made, TrainerCallback), name
+        assert inspect.signature(made) == inspect.signature(getattr(callbacks, name))
+        assert name in ours.__all__
+
+
+def test_a_trainer_takes_them_literally_and_writes_beside_its_own_output(tmp_path):
+    from gradsentinel.integrations.huggingface import NanCallback, Rollback
+
+    task = Task(trouble=Trouble(loss={2: NAN}, transient=False))
+    trainer = train(task, tmp_path, [Rollback(), NanCallback()])
+    assert trainer.lr_scheduler.last_epoch == 5
+    assert trainer.state.global_step == 6
+    (incident,) = (tmp_path / "trainer" / "gradsentinel" / "incidents").iterdir()
+    assert json.loads((incident / "incident.json").read_text())["outcome"] == "skipped"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bf16": True},
+        {"max_steps": 4},
+        {"num_train_epochs": 2},
+        {"logging_nan_inf_filter": False},
+        {"eval": True},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_healthy_run_is_untouched_with_its_log(tmp_path, settings):
+    def run(name, given):
+        seed(5)
+        more = dict(settings)
+        if more.pop("eval", None):
+            more |= {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+            more["prediction_loss_only"] = True
+        trainer = hf_trainer(Task(count=5, accumulate=2, random=True), tmp_path / name, given, **more)
+        with quiet():
+            trainer.train()
+        return trainer
+
+    alone = run("alone", [])
+    watched = run(
+        "watched", native(tmp_path, Recorder(), NanCallback(), Rollback(every=2, confirm_after=1), Retry())
+    )
+    assert differences(state_of(alone), state_of(watched)) == []
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_the_log_shows_a_nan_loss_whatever_the_filter_and_keeps_the_trainers_own_lines(tmp_path, filtered):
+    task = Task(trouble=Trouble(loss={2: NAN}, transient=False))
+    trainer = train(task, tmp_path, native(tmp_path / "run", NanCallback()), logging_nan_inf_filter=filtered)
+    history = trainer.state.log_history
+    (told,) = [line for line in history if "gradsentinel_action" in line]
+    assert told["gradsentinel_action"] == "skip"
+    assert told["gradsentinel_incident"] == "000002-nonfinite_loss"
+    assert math.isnan(told["gradsentinel_loss"])
+    losses = [line["loss"] for line in history if "loss" in line]
+    assert len(losses) == 6
+    assert math.isnan(losses[2]) is not filtered
+    assert math.isfinite(losses[3]) is filtered  # without its filter the Trainer's own sum stays NaN for good
+    data = json.loads(next((tmp_path / "run" / "incidents").iterdir()).joinpath("incident.json").read_text())
+    assert data["loss"] == "nan"
+
+
+def test_the_loss_is_the_mean_of_the_microbatches_however_it_is_normalised(tmp_path):
+    record = Recorder()
+    trainer = train(Task(accumulate=2), tmp_path, native(tmp_path / "run", record, NanCallback()))
+    logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert record.losses == pytest.approx(logged, rel=1e-5)
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_its_counters_and_budgets(tmp_path):
+    task = {"num_train_epochs": 2, "save_strategy": "epoch"}
+    whole = train(Task(random=True), tmp_path / "whole", [], **task)
+    first, second = Recorder(), Recorder()
+    spoilt = Task(random=True, trouble=Trouble(loss={3: NAN}))
+    train(spoilt, tmp_path / "cut", native(tmp_path / "a", first, NanCallback(), Retry()), **task)
+    resumed = train(
+        Task(random=True),
+        tmp_path / "cut",
+        native(tmp_path / "b", NanCallback(), second, Retry()),
+        resume=str(tmp_path / "cut" / "trainer" / "checkpoint-6"),
+        **task,
+    )
+    assert differences(whole.model.state_dict(), resumed.model.state_dict()) == []
+    assert second.run.step == second.run.iteration == 12
+    assert len(second.applied) == 6
+    assert second.run.remember()["Retry"]["budget"] == {"spent": [3]}
+    assert resumed.state.global_step == 12
+
+
+class Poison(Recorder):
+    """Puts a NaN into a weight behind everybody's back, after a given step."""
+
+    def on_after_step(self, event):
+        super().on_after_step(event)
+        if event.step == 3:
+            with torch.no_grad():
+                next(iter(self.run.host.named_parameters()))[1].view(-1)[0] = NAN
+
+
+def test_no_checkpoint_is_written_from_a_poisoned_state(tmp_path):
+    from safetensors.torch import load_file
+
+    nan = {"state_warmup": 0, "state_every": 1000}
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    given = native(tmp_path / "a", Poison(), NanCallback(**nan), Rollback(every=2, confirm_after=1))
+    train(Task(), tmp_path / "healed", given, **settings)
+    found = sorted((tmp_path / "healed" / "trainer").glob("checkpoint-*"))
+    assert [path.name for path in found] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    for path in found:
+        assert all(torch.isfinite(value).all() for value in load_file(path / "model.safetensors").values())
+    with pytest.raises(TrainingAborted, match="no checkpoint is written of this state"):
+        train(Task(), tmp_path / "stopped", native(tmp_path / "b", Poison(), NanCallback(**nan)), **settings)
+    assert [one.name for one in (tmp_path / "stopped" / "trainer").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_an_aborted_run_can_be_resumed_from_the_checkpoint_it_left(tmp_path):
+    spoilt = Task(trouble=Trouble(loss={3: NAN}))
+    given = native(tmp_path / "a", NanCallback(), Skip(max_skips=0))
+    with pytest.raises(TrainingAborted):
+        train(spoilt, tmp_path, given, save_strategy="steps", save_steps=100)
+    resumed = train(Task(), tmp_path, native(tmp_path / "b", NanCallback()), resume=True)
+    whole = train(Task(), tmp_path / "whole", [])
+    assert differences(whole.model.state_dict(), resumed.model.state_dict()) == []
+
+
+def test_train_twice_and_an_interrupted_train_leave_nothing_behind(tmp_path):
+    record = Recorder()
+    given = native(tmp_path / "run", record, NanCallback())
+    error = OSError("mine")
+    task = Task(trouble=Trouble(raises={2: error}))
+    trainer = hf_trainer(task, tmp_path, given)
+    with quiet(), pytest.raises(OSError, match="mine") as caught:
+        trainer.train()
+    assert caught.value is error
+    assert record.told[-1] == "run_end"
+    assert not vars(trainer).keys() & {"training_step", "_save_checkpoint", "_run_epoch"}
+    assert not vars(trainer.accelerator).keys() & {"backward", "clip_grad_norm_", "clip_grad_value_"}
+    task.trouble.raises.clear()
+    with quiet():
+        trainer.train()
+    again = given[0].callback
+    assert again is not record
+    assert len(again.applied) == 6
+
+
+def small_model():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    seed(0)
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    return GPT2LMHeadModel(config)
+
+
+def sentences(count: int = 24):
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randint(32, (8,), generator=generator) for _ in range(count)]
+    return [{"input_ids": ids, "labels": ids} for ids in found]
+
+
+def language(folder: Path, model, given, *, spoil=None, trainer=None, **settings):
+    from transformers import Trainer, TrainingArguments
+
+    base = trainer or Trainer
+
+    class Spoilt(base):
+        calls = 0
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            self.calls += 1
+            return loss * NAN if self.calls == spoil else loss
+
+    arguments = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "dataloader_pin_memory": False,
+        "learning_rate": 1e-2,
+        **settings,
+    }
+    forget_accelerator()
+    made = Spoilt(
+        model=model,
+        args=TrainingArguments(str(folder), **arguments),
+        train_dataset=sentences(),
+        callbacks=given,
+    )
+    with quiet():
+        made.train()
+    return made
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_transformers_model_retries_bit_for_bit_with_losses_normalised_by_tokens(tmp_path, accumulate):
+    settings = {"gradient_accumulation_steps": accumulate, "max_steps": 3}
+    alone = language(tmp_path / "a", small_model(), [], **settings)
+    record = Recorder()
+    given = native(tmp_path / "run", record, NanCallback(), Retry())
+    spoilt = language(tmp_path / "b", small_model(), given, spoil=2 * accumulate, **settings)
+    assert differences(alone.model.state_dict(), spoilt.model.state_dict()) == []
+    assert [one.outcome for one in record.run.incidents] == [Outcome.RETRIED]
+
+
+def test_lora_trains_heals_and_rolls_back(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def model():
+        with quiet():
+            return get_peft_model(small_model(), LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1))
+
+    alone = language(tmp_path / "a", model(), [])
+    record = Recorder()
+    given = native(tmp_path / "run", record, NanCallback(), Retry())
+    retried = language(tmp_path / "b", model(), given, spoil=3)
+    assert differences(alone.model.state_dict(), retried.model.state_dict()) == []
+    assert [one.outcome for one in record.run.incidents] == [Outcome.RETRIED]
+    names = [tensor.name for tensor in record.run.incidents[0].tensors]
+    assert names
+    assert all("lora_" in name for name in names)
+    back = Recorder()
+    nan = NanCallback(action=Action.ROLLBACK)
+    given = native(tmp_path / "back", back, nan, Rollback(every=1, confirm_after=1))
+    rolled = language(tmp_path / "c", model(), given, spoil=3)
+    assert [one.outcome for one in back.run.incidents] == [Outcome.ROLLED_BACK]
+    assert all(torch.isfinite(p).all() for p in rolled.model.parameters())
+
+
+@pytest.mark.slow
+def test_trls_sft_trainer_is_a_trainer_like_any_other(tmp_path):
+    pytest.importorskip("trl", reason="trl has left Python 3.10 behind")
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = make_tokenizer(PreTrainedTokenizerFast)
+    words = ["to be or not to be", "that is the question", "to sleep no more", "be not that"]
+
+    def run(name, given, spoil=None):
+        class Spoilt(SFTTrainer):
+            calls = 0
+
+            def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # noqa: FBT002 - as theirs
+                found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+                self.calls += 1
+                return found * NAN if self.calls == spoil else found
+
+        forget_accelerator()
+        config = SFTConfig(
+            str(tmp_path / name),
+            per_device_train_batch_size=2,
+            max_steps=3,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            save_strategy="no",
+            max_length=16,
+            dataloader_pin_memory=False,
+            learning_rate=1e-2,
+            gradient_checkpointing=False,
+            logging_steps=1,
+        )
+        with quiet():
+            trainer = Spoilt(
+                model=small_model(),
+                args=config,
+                train_dataset=Dataset.from_dict({"text": words * 4}),
+                processing_class=tokenizer,
+                callbacks=given,
+            )
+            trainer.train()
+        return trainer
+
+    alone = run("a", [])
+    record = Recorder()
+    retried = run("b", native(tmp_path / "run", record, NanCallback(), Retry()), spoil=2)
+    assert [one.outcome for one in record.run.incidents] == [Outcome.RETRIED]
+    assert differences(alone.model.state_dict(), retried.model.state_dict()) == []
+
+
+def make_tokenizer(kind):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
+    words = ["to", "be", "or", "not", "that", "is", "the", "question", "sleep", "no", "more"]
+    numbers = {word: number for number, word in enumerate([*special.values(), *words])}
+    plain = Tokenizer(WordLevel(numbers, special["unk_token"]))
+    plain.pre_tokenizer = Whitespace()
+    return kind(tokenizer_object=plain, **special)
+
+
+# -- several ranks --------------------------------------------------------------------------------------
+
+
+def rank_trains(rank, folder, name, faults, watched):
+    import os
+
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2", ACCELERATE_USE_CPU="true",
+    )  # fmt: skip
+    warnings.simplefilter("ignore")
+    record = Recorder()
+    given = native(folder / f"run-{name}", record, NanCallback(), Retry()) if watched else []
+    task = Task(count=8, accumulate=2, trouble=Trouble(loss=faults if rank == 1 else {}))
+    trainer = train(task, folder / name, given, ddp_backend="gloo")
+    told = (
+        [(one.step, str(one.outcome), [r.rank for r in one.ranks]) for one in record.run.incidents]
+        if watched
+        else []
+    )
+    return trainer.model.state_dict(), trainer.state.global_step, trainer.lr_scheduler.last_epoch, told
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_a_trainer_decide_alike_and_retry_together(tmp_path):
+    import transformers  # noqa: F401 - before the ranks are forked
+
+    import gradsentinel.integrations.huggingface  # noqa: F401 - likewise
+
+    alone = run_ranks(rank_trains, 2, tmp_path, tmp_path, "alone", {}, False)
+    healthy = run_ranks(rank_trains, 2, tmp_path, tmp_path, "healthy", {}, True)
+    numbers = dict.fromkeys((5, 7), NAN)
+    spoilt = run_ranks(rank_trains, 2, tmp_path, tmp_path, "spoilt", numbers, True)
+    for rank in range(2):
+        assert differences(alone[rank], healthy[rank]) == []
+        assert differences(alone[rank][:3], spoilt[rank][:3]) == []
+    assert spoilt[0][3] == spoilt[1][3] != []
+    assert {(outcome, *ranks) for _, outcome, ranks in spoilt[0][3]} == {("retried", 1)}
