@@ -58,6 +58,8 @@ class _Testimony:
     statements: tuple[Statement, ...]
     claim: Claim | None
     """Where it began, as far as this rank knows; None if it has nothing to say."""
+    loss: float | None
+    """Of the step, on this rank."""
 
 
 def bounded(evidence: Evidence, *, travels: bool) -> Evidence:
@@ -115,7 +117,7 @@ def open_incidents(run: Run, confirmed: Sequence[Statement]) -> list[Incident]:
     A callback's own failure is an incident of its own; everything else explains one and the same step.
     """
     claim = claim_of(run, speaks=bool(confirmed)) if run.consensus.world_size > 1 else None
-    everyone = run.consensus.gather(_Testimony(run.rank, now(), tuple(confirmed), claim))
+    everyone = run.consensus.gather(_Testimony(run.rank, now(), tuple(confirmed), claim, run.last_loss))
     claims = {testimony.rank.rank: testimony.claim for testimony in everyone if testimony.claim is not None}
     said = [(testimony.rank, statement) for testimony in everyone for statement in testimony.statements]
     groups: dict[str, list[tuple[Rank, Statement]]] = {}
@@ -124,9 +126,15 @@ def open_incidents(run: Run, confirmed: Sequence[Statement]) -> list[Incident]:
             groups.setdefault(statement.detector, []).append((rank, statement))
     rest = [(rank, s) for rank, s in said if s.evidence.kind is not Kind.CALLBACK_ERROR]
     places = {testimony.rank.rank: testimony.rank for testimony in everyone}
-    return [
-        _open(run, group, claims, places, everyone[0].time) for group in (*groups.values(), rest) if group
-    ]
+    losses = {testimony.rank.rank: testimony.loss for testimony in everyone}
+    incidents = []
+    for group in (*groups.values(), rest):
+        if group:
+            incident = _open(run, group, claims, places, everyone[0].time)
+            # The loss that belongs to what is said: of the rank that is named, not of the one that writes.
+            incident.loss = losses.get(min((r.rank for r in incident.ranks), default=0), incident.loss)
+            incidents.append(incident)
+    return incidents
 
 
 def _open(
