@@ -152,7 +152,7 @@ class SaturationCallback(Detector):
         """A callback that raises is heard of no more: nobody would take its hooks off later."""
         try:
             yield
-        except Exception:
+        except Exception:  # whatever it is: it goes on to the bus, which switches this callback off
             if self._peaks is not None:
                 self._peaks.detach()
             raise

@@ -349,7 +349,7 @@ class Engine:
                 run.restore(run.known_good)
             self.held.forget()
             where = self._save(run.directory.path)
-        except Exception:
+        except Exception:  # the framework's own code: the run ends by its reason to stop, not by this one
             logger.exception("no checkpoint of the framework could be written for the aborted run")
             return
         error.args = (f"{error}. The framework's own checkpoint of a good state is {where}", *error.args[1:])

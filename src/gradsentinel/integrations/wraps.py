@@ -31,6 +31,11 @@ class Wraps:
         setattr(owner, name, method)
         self._done.append((owner, name, own, plain, method))
 
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute, to be put back like a method."""
+        self._done.append((owner, name, True, getattr(owner, name), value))
+        setattr(owner, name, value)
+
     def undo(self) -> None:
         """Put everything back; where somebody else has put something on top, that finds the plain one."""
         self.active = False

@@ -17,7 +17,7 @@ from gradsentinel.integrations.megatron import compat
 from gradsentinel.integrations.megatron.host import MegatronHost
 from gradsentinel.integrations.megatron.search import search
 from gradsentinel.integrations.megatron.sentinel import MegatronSentinel
-from gradsentinel.integrations.megatron.wraps import Wraps
+from gradsentinel.integrations.wraps import Wraps
 from gradsentinel.restart import claim_directory
 from gradsentinel.watch import Watch
 

@@ -24,7 +24,7 @@ from gradsentinel.integrations.megatron.compat import bucket_groups
 from gradsentinel.integrations.megatron.host import MegatronHost
 from gradsentinel.integrations.megatron.names import in_bucket
 from gradsentinel.integrations.megatron.schedule import ScheduledStep
-from gradsentinel.integrations.megatron.wraps import Wraps
+from gradsentinel.integrations.wraps import Wraps
 from gradsentinel.restart import recall
 from gradsentinel.watch import Watch
 
