@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from workload import loss_of, model
 
 from gradsentinel import Callback, CrossRankCallback, NanCallback, Sentinel
-from gradsentinel.comparison import compare_replicas
-from gradsentinel.replicas import checksums
+from gradsentinel.ranks.comparison import compare_replicas
+from gradsentinel.ranks.replicas import checksums
 
 RANKS = 2
 ROUNDS = 40

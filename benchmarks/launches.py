@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from workload import batches
 
-from gradsentinel.mailbox import Letter
+from gradsentinel.measures.mailbox import Letter
 
 WARM_UP = 14
 """The first steps look at the training state, too."""

@@ -17,8 +17,8 @@ import pytest
 import safetensors.torch
 import torch
 
-import gradsentinel.archive as archive_module
-from gradsentinel.archive import (
+import gradsentinel.state.archive as archive_module
+from gradsentinel.state.archive import (
     ArchiveError,
     is_complete,
     list_archives,
@@ -28,7 +28,7 @@ from gradsentinel.archive import (
     write_archive,
     write_tensor_file,
 )
-from gradsentinel.tree import NATIVE_DTYPES, UnsupportedStateError
+from gradsentinel.state.tree import NATIVE_DTYPES, UnsupportedStateError
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "step": 3, "nested": [torch.ones(2, dtype=torch.complex64), None]}
 
@@ -448,7 +448,7 @@ class TestStale:
 WRITER = """
 import os, random, signal, sys, time
 import torch
-from gradsentinel.archive import write_archive
+from gradsentinel.state.archive import write_archive
 from pathlib import Path
 
 directory = Path(sys.argv[1])

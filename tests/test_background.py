@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from gradsentinel.background import Background
+from gradsentinel.state.background import Background
 
 
 def waiting_for(event, done, value):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsentinel.bands import Band, History, Life, Robust, Sigma, early, with_explosion
+from gradsentinel.measures.bands import Band, History, Life, Robust, Sigma, early, with_explosion
 
 GROWN_UP = Life(age=10**6)
 positive = st.lists(st.floats(1e-3, 1e3), min_size=20, max_size=128)

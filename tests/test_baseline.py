@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsentinel.bands import History, Robust, Sigma
-from gradsentinel.baseline import Baseline
+from gradsentinel.measures.bands import History, Robust, Sigma
+from gradsentinel.measures.baseline import Baseline
 
 RULES = {"robust": Robust(), "sigma": Sigma(), "history": History()}
 anything = st.floats(allow_nan=True, allow_infinity=True, width=64)

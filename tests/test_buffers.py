@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gradsentinel import NanCallback, Rollback, Sentinel
-from gradsentinel.buffers import _SMALL, _TRIAL_STEPS, BufferShadow
+from gradsentinel.state.buffers import _SMALL, _TRIAL_STEPS, BufferShadow
 
 LARGE = _SMALL // 4 + 1  # elements of float32
 

@@ -31,10 +31,10 @@ from gradsentinel import (
     events,
     testing,
 )
-from gradsentinel.archive import read_archive
 from gradsentinel.bus import Bus
-from gradsentinel.saved_states import SNAPSHOT_KIND
-from gradsentinel.snapshot import Snapshot
+from gradsentinel.state.archive import read_archive
+from gradsentinel.state.saved_states import SNAPSHOT_KIND
+from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.store import RunDirectory
 from loops import Spoiler, build, differences, fingerprint, finish, generators, make_batches, train_watched
 

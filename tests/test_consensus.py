@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsentinel import consensus
-from gradsentinel.consensus import LocalConsensus
+from gradsentinel.ranks import consensus
+from gradsentinel.ranks.consensus import LocalConsensus
 
 PATIENCE = 0.2
 

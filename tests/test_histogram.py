@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradsentinel.histogram import BINS, Histogram, count_exponents
+from gradsentinel.measures.histogram import BINS, Histogram, count_exponents
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
 

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradsentinel.inspection import inspect_tensor, is_finite, nonfinite_in, readable, stored, values_of
+from gradsentinel.measures.inspection import (
+    inspect_tensor,
+    is_finite,
+    nonfinite_in,
+    readable,
+    stored,
+    values_of,
+)
 
 NAN, INF = float("nan"), float("inf")
 REAL = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]

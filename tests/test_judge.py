@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsentinel import Action, Finding, Kind
-from gradsentinel.consensus import LocalConsensus
 from gradsentinel.judge import Filed, Judge
+from gradsentinel.ranks.consensus import LocalConsensus
 
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsentinel.levels import Levels
+from gradsentinel.measures.levels import Levels
 
 HEALTHY = (3.0, 0.01, 1e6)
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradsentinel import SnapshotMismatch
-from gradsentinel.buffers import BufferShadow
 from gradsentinel.host import TorchHost
-from gradsentinel.snapshot import Snapshot, capture, restore
-from gradsentinel.stateful import load_stateful
+from gradsentinel.state.buffers import BufferShadow
+from gradsentinel.state.snapshot import Snapshot, capture, restore
+from gradsentinel.state.stateful import load_stateful
 from loops import build, fingerprint, generators, make_batches, train_by_hand
 
 SETTINGS = {"random": True, "scheduler": "cosine", "ema": True, "optimizer": "adamw"}

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradsentinel import Evidence, Kind, NanCallback, Sentinel
-from gradsentinel.blame import LocalGradients, claim_of, judge_origin
 from gradsentinel.decision import Action
 from gradsentinel.evidence import TensorEvidence
-from gradsentinel.handover import Handovers
-from gradsentinel.origin import Claim, began
+from gradsentinel.ranks.blame import LocalGradients, claim_of, judge_origin
+from gradsentinel.ranks.handover import Handovers
+from gradsentinel.ranks.origin import Claim, began
 
 NAN = float("nan")
 NAMES = [f"layer{number}" for number in range(12)]
@@ -149,14 +149,14 @@ def test_a_rank_that_saw_nothing_claims_nothing_and_one_that_spread_it_does(run_
 
 def test_of_very_many_parameters_it_is_not_told_which_are_bad(run_dir, monkeypatch):
     run = a_run(run_dir)
-    monkeypatch.setattr("gradsentinel.blame._MOST_COMPARED", 5)
+    monkeypatch.setattr("gradsentinel.ranks.blame._MOST_COMPARED", 5)
     judge_origin(evidence("0.weight"), run)
     found = claim_of(run, speaks=True)
     assert (found.order, found.bad, found.first) == ("", 0, ())
 
 
 def test_a_loop_that_makes_no_steps_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr("gradsentinel.blame._MOST_HANDED", 3)
+    monkeypatch.setattr("gradsentinel.ranks.blame._MOST_HANDED", 3)
     local = LocalGradients()
     for _ in range(5):
         local._handovers.see("x", torch.ones(2))

@@ -28,6 +28,7 @@ OUTER = {
     *("callbacks", "presets", "integrations", "diagnosis", "risks", "faults", "demo", "cli"),
     "tensorboard_plugin",
 }
+CORE_FOLDERS = {"again", "data", "devices", "measures", "ranks", "state"}
 NOT_CORE = OUTER | {"__init__", "__main__", "testing"}
 MAX_LINES = 400
 
@@ -106,7 +107,7 @@ def may_import_frameworks(path: Path) -> bool:
 
 def is_core(path: Path) -> bool:
     inside = path.relative_to(PACKAGE)
-    return (len(inside.parts) == 1 and path.stem not in NOT_CORE) or inside.parts[0] == "devices"
+    return (len(inside.parts) == 1 and path.stem not in NOT_CORE) or inside.parts[0] in CORE_FOLDERS
 
 
 def is_outer(module: str) -> bool:

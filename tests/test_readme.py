@@ -12,6 +12,7 @@ from torch import nn
 
 import gradsentinel
 from gradsentinel import Action, Callback, Kind, Sentinel, callbacks, events
+from test_project import CORE_FOLDERS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -179,5 +180,8 @@ def test_the_architecture_page_lists_every_event_and_every_module():
         assert f"`{event.__name__}`" in text
         assert f"`{method}`" in text
     package = Path(gradsentinel.__file__).parent
-    modules = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py", "_version.py"}
+    modules = {path.name for path in package.glob("*.py")}
+    for folder in CORE_FOLDERS:
+        modules |= {f"{folder}/{path.name}" for path in (package / folder).glob("*.py")}
+    modules -= {"__main__.py", "_version.py"} | {name for name in modules if name.endswith("__init__.py")}
     assert {name for name in modules if f"`{name}`" not in text} == set()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsentinel.records import Content, fingerprint, probe, sample_ids
+from gradsentinel.data.records import Content, fingerprint, probe, sample_ids
 
 
 class Pair(NamedTuple):
@@ -82,7 +82,7 @@ def test_any_difference_shows(change):
 
 def test_it_does_not_depend_on_the_process():
     code = (
-        "import torch; from gradsentinel.records import fingerprint;"
+        "import torch; from gradsentinel.data.records import fingerprint;"
         "print(fingerprint({'x': torch.arange(6.), 's': {'b', 'a', 'c'}, 't': 'text'}))"
     )
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603 - ours

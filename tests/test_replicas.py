@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradsentinel import replicas
-from gradsentinel.replicas import checksum, checksums, combine, in_plain_format
+from gradsentinel.ranks import replicas
+from gradsentinel.ranks.replicas import checksum, checksums, combine, in_plain_format
 
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
 DTYPES = [

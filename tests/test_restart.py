@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-import gradsentinel.lock as lock_module
+import gradsentinel.state.lock as lock_module
 from gradsentinel import (
     Action,
     ArchiveError,
@@ -31,9 +31,9 @@ from gradsentinel import (
     SnapshotMismatch,
     TrainingAborted,
 )
-from gradsentinel.archive import read_archive, write_archive
-from gradsentinel.lock import RunLock
-from gradsentinel.saved_states import SNAPSHOT_KIND
+from gradsentinel.state.archive import read_archive, write_archive
+from gradsentinel.state.lock import RunLock
+from gradsentinel.state.saved_states import SNAPSHOT_KIND
 from loops import Spoiler, build, differences, fingerprint, finish, generators, make_batches, train_watched
 
 FULL = {"random": True, "scheduler": "cosine", "ema": True, "max_norm": 1.0}
@@ -532,7 +532,7 @@ def whole(run_dir):
 
 def refuse(monkeypatch, code, *, while_true):
     """The disk refuses to take snapshots for as long as `while_true()`."""
-    import gradsentinel.archive as archive_module  # noqa: PLC0415 - patched here only
+    import gradsentinel.state.archive as archive_module  # noqa: PLC0415 - patched here only
 
     write = archive_module.write_tensor_file
 
@@ -608,7 +608,7 @@ def test_a_directory_that_cannot_be_made_is_told_and_training_goes_on(tmp_path, 
 
 def test_what_is_read_back_is_what_was_written_or_it_is_no_state(run_dir, monkeypatch):
     """A disk that loses what it acknowledged: the archive must not get its name."""
-    import gradsentinel.archive as archive_module  # noqa: PLC0415 - patched here only
+    import gradsentinel.state.archive as archive_module  # noqa: PLC0415 - patched here only
 
     write = archive_module.write_tensor_file
 

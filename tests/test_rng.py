@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradsentinel import rng
-from gradsentinel.rng import RngState, preserved_rng
-from gradsentinel.tree import flatten, unflatten
+from gradsentinel.state import rng
+from gradsentinel.state.rng import RngState, preserved_rng
+from gradsentinel.state.tree import flatten, unflatten
 
 
 def draw():
@@ -173,7 +173,7 @@ class TestAccelerators:
 def test_numpy_is_not_imported_for_it():
     code = (
         "import sys, warnings; warnings.simplefilter('ignore'); sys.modules['numpy'] = None\n"
-        "from gradsentinel.rng import RngState\n"
+        "from gradsentinel.state.rng import RngState\n"
         "state = RngState.capture(); assert state.numpy is None; state.restore()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsentinel import ConfigurationError
-from gradsentinel.sampling import MOST_PIECES, Piece, Rotation, cut, size_of
+from gradsentinel.measures.sampling import MOST_PIECES, Piece, Rotation, cut, size_of
 
 SIZES = st.lists(
     st.one_of(st.integers(0, 12), st.integers(0, 2000), st.sampled_from([2**10, 2**16, 10**6])), max_size=60

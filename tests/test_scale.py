@@ -33,8 +33,8 @@ from gradsentinel import (
     Sentinel,
 )
 from gradsentinel.evidence import Sample, TensorEvidence
-from gradsentinel.replicas import ReplicaGroup
-from gradsentinel.testimony import Statement, bounded
+from gradsentinel.ranks.replicas import ReplicaGroup
+from gradsentinel.ranks.testimony import Statement, bounded
 
 SMALL, LARGE = 2, 16384
 NAN = float("nan")

@@ -21,8 +21,8 @@ from gradsentinel import (
     StoreError,
     TrainingAborted,
 )
-from gradsentinel.consensus import LocalConsensus
-from gradsentinel.skipped import FILE, Part, SkippedBatch, SkippedBatches
+from gradsentinel.data.skipped import FILE, Part, SkippedBatch, SkippedBatches
+from gradsentinel.ranks.consensus import LocalConsensus
 from gradsentinel.store import RunDirectory
 
 WIDTH = 4
@@ -301,7 +301,7 @@ def test_a_transient_fault_of_the_hardware_does_not_condemn_the_batch(tmp_path):
 
 def test_nothing_is_looked_at_while_nothing_on_the_list_concerns_the_epoch(tmp_path, monkeypatch):
     looked: list[Any] = []
-    monkeypatch.setattr("gradsentinel.records._tensor", lambda *given: looked.append(given) or iter(()))
+    monkeypatch.setattr("gradsentinel.data.records._tensor", lambda *given: looked.append(given) or iter(()))
     sentinel, model = sentinel_for(tmp_path)
     with sentinel:
         epoch(sentinel, model, batches())

@@ -22,10 +22,10 @@ from gradsentinel import (
     Rollback,
     Sentinel,
 )
-from gradsentinel.archive import read_archive, write_archive
-from gradsentinel.buffers import BufferShadow
 from gradsentinel.host import TorchHost
-from gradsentinel.snapshot import Snapshot, SnapshotMismatch, capture, restore
+from gradsentinel.state.archive import read_archive, write_archive
+from gradsentinel.state.buffers import BufferShadow
+from gradsentinel.state.snapshot import Snapshot, SnapshotMismatch, capture, restore
 from loops import (
     OPTIMIZERS,
     SCHEDULERS,

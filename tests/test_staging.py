@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradsentinel import Action, BeforeClip, Finding, Kind, NanCallback, Outcome, Rollback
-from gradsentinel.buffers import BufferShadow
 from gradsentinel.host import TorchHost
-from gradsentinel.snapshot import capture
-from gradsentinel.staging import HostLane, Staging
+from gradsentinel.state.buffers import BufferShadow
+from gradsentinel.state.snapshot import capture
+from gradsentinel.state.staging import HostLane, Staging
 from loops import (
     build,
     fingerprint,
@@ -45,8 +45,8 @@ class LateLane:
 @pytest.fixture
 def small(monkeypatch):
     """Nothing is so small that it is copied on the device first."""
-    monkeypatch.setattr("gradsentinel.staging._SMALL", -1)
-    monkeypatch.setattr("gradsentinel.snapshot._SMALL", -1)
+    monkeypatch.setattr("gradsentinel.state.staging._SMALL", -1)
+    monkeypatch.setattr("gradsentinel.state.snapshot._SMALL", -1)
 
 
 def late(_device=None):

@@ -13,9 +13,9 @@ from torch import nn
 
 from gradsentinel import Action, Incident, NanCallback, Sentinel, Severity
 from gradsentinel.callbacks.tensorboard import markdown
-from gradsentinel.consensus import LocalConsensus
+from gradsentinel.ranks.consensus import LocalConsensus
+from gradsentinel.ranks.topology import Rank
 from gradsentinel.terminal import incident_story
-from gradsentinel.topology import Rank
 
 LARGE = 16384
 NAN = float("nan")

@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gradsentinel import Sentinel
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.replicas import find_replicas
-from gradsentinel.topology import (
+from gradsentinel.ranks.replicas import find_replicas
+from gradsentinel.ranks.topology import (
     _NODES,
     VARIABLE,
     device_name,
@@ -254,7 +254,7 @@ def test_coordinates_from_megatron(monkeypatch, told, coordinates):
 
 def test_megatron_is_not_imported():
     code = (
-        "import sys; from gradsentinel.topology import megatron_coordinates, megatron_peers; "
+        "import sys; from gradsentinel.ranks.topology import megatron_coordinates, megatron_peers; "
         "assert (megatron_coordinates(), megatron_peers()) == ({}, ()); assert 'megatron' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603 - ours

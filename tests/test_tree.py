@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsentinel.tree import (
+from gradsentinel.state.tree import (
     NATIVE_DTYPES,
     UnsupportedStateError,
     clone_tree,
@@ -460,7 +460,7 @@ class TestDamage:
         tensors, skeleton = flatten(state)
         code = (
             "import sys, json, warnings; warnings.simplefilter('ignore'); sys.modules['numpy'] = None\n"
-            "import torch\nfrom gradsentinel.tree import flatten, unflatten\n"
+            "import torch\nfrom gradsentinel.state.tree import flatten, unflatten\n"
             f"back = unflatten({{'a': torch.arange(3)}}, json.loads({json.dumps(skeleton)!r}))\n"
             "assert torch.equal(back['a'], torch.arange(3)) and back['s'] == 0.5\n"
             "assert flatten(back)[1]['other'] == 1\n"

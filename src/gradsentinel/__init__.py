@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from gradsentinel._version import __version__
 
 if TYPE_CHECKING:
-    from gradsentinel.archive import ArchiveError
     from gradsentinel.callback import Callback, Detector, Responder, check_every
     from gradsentinel.callbacks import (
         BatchCallback,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         TensorBoardCallback,
         UpdateRatioCallback,
     )
+    from gradsentinel.data.sampler import SkipBatches
     from gradsentinel.decision import Action, Kind, Severity
     from gradsentinel.errors import (
         ConfigurationError,
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
     from gradsentinel.incident import Incident, Outcome, Recovery
     from gradsentinel.presets import standard
     from gradsentinel.risks.preflight import preflight
-    from gradsentinel.sampler import SkipBatches
     from gradsentinel.sentinel import Sentinel
+    from gradsentinel.state.archive import ArchiveError
 
 _HOMES = {
-    "ArchiveError": "gradsentinel.archive",
+    "ArchiveError": "gradsentinel.state.archive",
     "SnapshotMismatch": "gradsentinel.errors",
     "Callback": "gradsentinel.callback",
     "check_every": "gradsentinel.callback",
@@ -88,7 +88,7 @@ _HOMES = {
     "Retry": "gradsentinel.callbacks",
     "SafeMode": "gradsentinel.callbacks",
     "Skip": "gradsentinel.callbacks",
-    "SkipBatches": "gradsentinel.sampler",
+    "SkipBatches": "gradsentinel.data.sampler",
     "SnapshotSaver": "gradsentinel.callbacks",
     "SpikeCallback": "gradsentinel.callbacks",
     "StagnationCallback": "gradsentinel.callbacks",

@@ -12,20 +12,20 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from gradsentinel.blame import LocalGradients, judge_origin
+from gradsentinel.again.scene import Scene
 from gradsentinel.callback import Callback, Responder
-from gradsentinel.comparison import take_places
-from gradsentinel.consensus import default_consensus
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.guard import DeviceGuard, HostGuard
-from gradsentinel.health import StateHealth
 from gradsentinel.host import Host, TorchHost
 from gradsentinel.inquiry import Diagnoser, Examiner
-from gradsentinel.replicas import find_replicas
+from gradsentinel.ranks.blame import LocalGradients, judge_origin
+from gradsentinel.ranks.comparison import take_places
+from gradsentinel.ranks.consensus import default_consensus
+from gradsentinel.ranks.replicas import find_replicas
+from gradsentinel.ranks.topology import VARIABLE, find_mesh, megatron_peers, ranks_of, this_rank
 from gradsentinel.run import Run
-from gradsentinel.scene import Scene
+from gradsentinel.state.health import StateHealth
 from gradsentinel.store import RunDirectory
-from gradsentinel.topology import VARIABLE, find_mesh, megatron_peers, ranks_of, this_rank
 from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")

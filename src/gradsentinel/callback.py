@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradsentinel.incident import Incident, Recovery
-    from gradsentinel.replicas import ReplicaGroup
+    from gradsentinel.ranks.replicas import ReplicaGroup
     from gradsentinel.run import Run
 
 Findings = Finding | Sequence[Finding] | None

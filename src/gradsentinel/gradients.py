@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from gradsentinel.evidence import TensorEvidence
-from gradsentinel.inspection import inspect_tensor, local, readable, values_of
-from gradsentinel.norms import (
+from gradsentinel.measures.inspection import inspect_tensor, local, readable, values_of
+from gradsentinel.measures.norms import (
     full,
     fused,
     is_distributed,

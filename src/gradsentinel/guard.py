@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsentinel.agreement import Submitted
 from gradsentinel.decision import Action, Decision
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.host import TorchHost
-from gradsentinel.mailbox import Letter, Mailbox
+from gradsentinel.measures.mailbox import Letter, Mailbox
+from gradsentinel.ranks.agreement import Submitted
 from gradsentinel.schedules import Pace, advance
 from gradsentinel.watch import Watch
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsentinel import schedules
-from gradsentinel.backward import Reduction
+from gradsentinel.again.backward import Reduction
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.gradients import GradientView
-from gradsentinel.optimizer_state import Keep, capture_optimizer, named_moments, prepare_optimizers
+from gradsentinel.ranks.wrappers import ddp_ignores, fsdp_meshes
+from gradsentinel.state.optimizer_state import Keep, capture_optimizer, named_moments, prepare_optimizers
 from gradsentinel.wording import plain_name
-from gradsentinel.wrappers import ddp_ignores, fsdp_meshes
 
 logger = logging.getLogger("gradsentinel")
 

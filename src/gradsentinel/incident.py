@@ -13,7 +13,7 @@ from typing import Any
 from gradsentinel.decision import Action, Kind, Severity
 from gradsentinel.errors import StoreError
 from gradsentinel.evidence import Diagnosis, Sample, TensorEvidence
-from gradsentinel.topology import Rank, fold_ranks
+from gradsentinel.ranks.topology import Rank, fold_ranks
 
 SCHEMA = 1
 MOST_RANKS = 64

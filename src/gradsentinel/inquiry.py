@@ -14,9 +14,9 @@ from gradsentinel.errors import TrainingAborted
 from gradsentinel.evidence import Diagnosis, Evidence
 from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.judge import Filed, Ruling
+from gradsentinel.ranks.testimony import Statement, bounded, open_incidents, severity_of
 from gradsentinel.recovery import Ladder
 from gradsentinel.run import Run
-from gradsentinel.testimony import Statement, bounded, open_incidents, severity_of
 from gradsentinel.testing import record_swallowed
 
 logger = logging.getLogger("gradsentinel")

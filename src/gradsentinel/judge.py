@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsentinel.consensus import Consensus
 from gradsentinel.decision import Action
 from gradsentinel.evidence import Finding
+from gradsentinel.ranks.consensus import Consensus
 
 _MOST_PLANS = 16
 """So many layouts are kept; a detector whose bound changes with every step would fill the memory."""

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from gradsentinel.errors import StoreError
 from gradsentinel.incident import jsonable, now
-from gradsentinel.inspection import local
+from gradsentinel.measures.inspection import local
 from gradsentinel.run import Run
 from gradsentinel.store import check_schema, write_json
 from gradsentinel.wording import plain_name

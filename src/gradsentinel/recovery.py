@@ -11,12 +11,12 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from gradsentinel.ballot import GuardedConsensus
 from gradsentinel.callback import Responder
 from gradsentinel.decision import Action, Severity
 from gradsentinel.errors import RecoveryFailed, TrainingAborted
 from gradsentinel.incident import Incident, Outcome, Recovery
-from gradsentinel.inspection import nonfinite_in
+from gradsentinel.measures.inspection import nonfinite_in
+from gradsentinel.ranks.ballot import GuardedConsensus
 from gradsentinel.run import Run
 from gradsentinel.testing import record_swallowed
 

@@ -13,27 +13,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsentinel import snapshot as snapshots
-from gradsentinel.archive import ArchiveError
-from gradsentinel.blame import LocalGradients, Seen
-from gradsentinel.consensus import Consensus
-from gradsentinel.epoch import EpochStart
+from gradsentinel.again.scene import MicroBatch, Scene
+from gradsentinel.data.epoch import EpochStart
+from gradsentinel.data.skipped import SkippedBatches
 from gradsentinel.errors import TrainingAborted
-from gradsentinel.health import StateHealth, in_words
-from gradsentinel.histogram import Histogram
 from gradsentinel.host import Forward, Host
 from gradsentinel.incident import Incident, fold
-from gradsentinel.lock import RunLock
-from gradsentinel.replicas import ReplicaGroup
-from gradsentinel.rng import RngState
-from gradsentinel.saved_states import SavedStates
-from gradsentinel.scene import MicroBatch, Scene
-from gradsentinel.skipped import SkippedBatches
-from gradsentinel.snapshot import Snapshot
-from gradsentinel.staging import Staging
+from gradsentinel.measures.histogram import Histogram
+from gradsentinel.ranks.blame import LocalGradients, Seen
+from gradsentinel.ranks.consensus import Consensus
+from gradsentinel.ranks.replicas import ReplicaGroup
+from gradsentinel.ranks.topology import Rank
+from gradsentinel.state import snapshot as snapshots
+from gradsentinel.state.archive import ArchiveError
+from gradsentinel.state.health import StateHealth, in_words
+from gradsentinel.state.lock import RunLock
+from gradsentinel.state.rng import RngState
+from gradsentinel.state.saved_states import SavedStates
+from gradsentinel.state.snapshot import Snapshot
+from gradsentinel.state.staging import Staging
+from gradsentinel.state.tree import clone_tree
 from gradsentinel.store import RunDirectory
-from gradsentinel.topology import Rank
-from gradsentinel.tree import clone_tree
 
 logger = logging.getLogger("gradsentinel")
 

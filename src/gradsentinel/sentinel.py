@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from gradsentinel.again.backward import BackwardPass, run_backward
 from gradsentinel.assembly import default_diagnosers, default_examiners, make_guard, make_run, with_defaults
 from gradsentinel.attach import Attachment
-from gradsentinel.backward import BackwardPass, run_backward
-from gradsentinel.buffers import version_of
 from gradsentinel.bus import Handle
 from gradsentinel.callback import Callback
+from gradsentinel.data.sampler import sampler_of
 from gradsentinel.decision import Action, Decision
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.events import Event
 from gradsentinel.hints import BLIND, LEFT_OVER, NEVER_STEPPED, Hints, holds_gradients
 from gradsentinel.host import Forward, TorchHost
 from gradsentinel.incident import Incident
-from gradsentinel.restart import claim_directory, drawn, recall
-from gradsentinel.restart import resume as resume_run
-from gradsentinel.sampler import sampler_of
+from gradsentinel.state.buffers import version_of
+from gradsentinel.state.restart import claim_directory, drawn, recall
+from gradsentinel.state.restart import resume as resume_run
 from gradsentinel.watch import Watch
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from rich.text import Text
 from gradsentinel.decision import Action, Severity
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident, Outcome
-from gradsentinel.topology import Rank
+from gradsentinel.ranks.topology import Rank
 from gradsentinel.wording import duration, printable, size_of
 
 _SEVERITY_STYLES = {

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsentinel import events
-from gradsentinel.agreement import Agreement, Submitted
 from gradsentinel.bus import Bus, Listener
 from gradsentinel.callback import Callback
-from gradsentinel.comparison import compare_replicas, compare_settings
 from gradsentinel.decision import Action, Decision, Kind, merge
 from gradsentinel.evidence import Finding
 from gradsentinel.gradients import GradientView
 from gradsentinel.incident import Outcome
 from gradsentinel.inquiry import Diagnoser, Examiner, Inquiry
 from gradsentinel.judge import Filed, Ruling
+from gradsentinel.ranks.agreement import Agreement, Submitted
+from gradsentinel.ranks.comparison import compare_replicas, compare_settings
 from gradsentinel.run import Run
 
 _RECOMPUTED = {Outcome.RETRIED, Outcome.RESCUED}

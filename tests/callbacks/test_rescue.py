@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradsentinel import ConfigurationError, Kind, NanCallback, Outcome, Rescue, Retry, Rollback, Sentinel
-from gradsentinel.widening import Wide, narrow, widen, widened
+from gradsentinel.again.widening import Wide, narrow, widen, widened
 from loops import differences
 
 BIG = 3e5  # times a standard normal number: beyond float16

@@ -26,11 +26,11 @@ from gradsentinel import (
     SnapshotSaver,
     TrainingAborted,
 )
-from gradsentinel.archive import read_archive
 from gradsentinel.diagnosis import bundle as bundles
 from gradsentinel.diagnosis.bundle import Bundle
 from gradsentinel.diagnosis.storable import Gone, from_stored, to_storable
-from gradsentinel.rng import RngState
+from gradsentinel.state.archive import read_archive
+from gradsentinel.state.rng import RngState
 from loops import differences
 
 NAN = float("nan")
@@ -424,7 +424,7 @@ class Data:
 
 
 def round_trip(value, tmp_path):
-    from gradsentinel.archive import write_archive  # noqa: PLC0415 - beside its only use
+    from gradsentinel.state.archive import write_archive  # noqa: PLC0415 - beside its only use
 
     stored, left_out = to_storable(value)
     write_archive(tmp_path / "a", {"batch": stored}, {}, kind="x")

@@ -8,13 +8,13 @@ from bundles import failure, header_of, ran, saved
 from safetensors.torch import load_file
 from torch import nn
 
-from gradsentinel.archive import read_archive, write_archive
 from gradsentinel.decision import Action, Kind
 from gradsentinel.diagnosis.operator import CannotRun, OperatorCall, find, run, shows
 from gradsentinel.diagnosis.repro import write_program
 from gradsentinel.diagnosis.stored_call import OPERATOR_KIND, call_from_tree, call_to_tree
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident
+from gradsentinel.state.archive import read_archive, write_archive
 
 CPU, INF = torch.device("cpu"), float("inf")
 

@@ -20,13 +20,13 @@ from gradsentinel import (
     TrainingAborted,
     cli,
 )
-from gradsentinel.archive import read_archive, write_archive
 from gradsentinel.diagnosis import offline
 from gradsentinel.diagnosis.bundle import Bundle
 from gradsentinel.diagnosis.stage import set_up
 from gradsentinel.diagnosis.target import Target
 from gradsentinel.diagnosis.verify import verify
 from gradsentinel.faults import FaultPlan, FlipBit
+from gradsentinel.state.archive import read_archive, write_archive
 
 NAN, INF = float("nan"), float("inf")
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from gradsentinel import Action, Detector, Finding, Kind, NanCallback, Sentinel
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.events import RecoveryEvent
 from gradsentinel.faults import FaultPlan, FlipBit, PoisonActivation
-from gradsentinel.scene import MicroBatch
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from gradsentinel import MagnitudeCallback, NanCallback, Sentinel, SkipBatches
-from gradsentinel.skipped import FILE
+from gradsentinel.data.skipped import FILE
 
 pytestmark = pytest.mark.multiprocess
 

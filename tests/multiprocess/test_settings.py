@@ -26,8 +26,8 @@ from gradsentinel import (
     Skip,
     TensorBoardCallback,
 )
-from gradsentinel.comparison import _words
-from gradsentinel.topology import VARIABLE
+from gradsentinel.ranks.comparison import _words
+from gradsentinel.ranks.topology import VARIABLE
 
 pytestmark = pytest.mark.multiprocess
 

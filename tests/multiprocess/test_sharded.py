@@ -28,7 +28,7 @@ from gradsentinel import (
     Rollback,
     Sentinel,
 )
-from gradsentinel.blame import LocalGradients
+from gradsentinel.ranks.blame import LocalGradients
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import gradsentinel.archive as archive_module
+import gradsentinel.state.archive as archive_module
 from gradsentinel import (
     ArchiveError,
     ConfigurationError,
@@ -22,7 +22,7 @@ from gradsentinel import (
     Sentinel,
     TrainingAborted,
 )
-from gradsentinel.lock import RunLock
+from gradsentinel.state.lock import RunLock
 
 pytestmark = pytest.mark.multiprocess
 

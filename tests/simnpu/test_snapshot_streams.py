@@ -33,10 +33,10 @@ def state(model, optimizer):
 def train(folder, every, guard="host", *, small=False, back_at=None):
     """A healthy run that counts; with `back_at` it is sent back once."""
     if small:  # nothing is so small that it is copied on the device first
-        import gradsentinel.snapshot  # noqa: PLC0415 - patched in this child only
-        import gradsentinel.staging  # noqa: PLC0415 - likewise
+        import gradsentinel.state.snapshot  # noqa: PLC0415 - patched in this child only
+        import gradsentinel.state.staging  # noqa: PLC0415 - likewise
 
-        gradsentinel.snapshot._SMALL = gradsentinel.staging._SMALL = -1
+        gradsentinel.state.snapshot._SMALL = gradsentinel.state.staging._SMALL = -1
     model, optimizer = make()
     rollback = Rollback(every=every, confirm_after=2)
     sentinel = Sentinel(

@@ -36,8 +36,8 @@ from gradsentinel.callbacks.batch_share import Share
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.evidence import Evidence, Finding
-from gradsentinel.mailbox import Letter, Mailbox
-from gradsentinel.replicas import ReplicaGroup
+from gradsentinel.measures.mailbox import Letter, Mailbox
+from gradsentinel.ranks.replicas import ReplicaGroup
 from gradsentinel.run import Run
 
 logger = logging.getLogger("gradsentinel")

@@ -21,12 +21,12 @@ from gradsentinel.callbacks.batch_meter import (
     UNSELECTED,
     fully_masked_rows,
 )
+from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Action, Kind
 from gradsentinel.diagnosis.scan import bad_values
 from gradsentinel.evidence import Diagnosis, Evidence, Sample
 from gradsentinel.incident import fold
-from gradsentinel.records import sample_ids
-from gradsentinel.tree import tensors_in
+from gradsentinel.state.tree import tensors_in
 
 _MAX_SAMPLES = 64
 _LOOK_UPS = ("index", "indices", "out of bounds", "out of range", "device-side assert", "target")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.inspection import local, values_of
-from gradsentinel.norms import FLOAT8
-from gradsentinel.tree import tensors_in
+from gradsentinel.measures.inspection import local, values_of
+from gradsentinel.measures.norms import FLOAT8
+from gradsentinel.state.tree import tensors_in
 
 _LABELS = {"labels", "label", "targets", "target", "y", "lm_labels", "decoder_labels"}
 _IDS = {"input_ids", "tokens", "token_ids", "decoder_input_ids", "src_tokens"}

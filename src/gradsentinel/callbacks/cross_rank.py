@@ -16,8 +16,8 @@ from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.incident import fold
-from gradsentinel.inspection import local
-from gradsentinel.replicas import ReplicaGroup, checksums
+from gradsentinel.measures.inspection import local
+from gradsentinel.ranks.replicas import ReplicaGroup, checksums
 from gradsentinel.run import Run
 
 _TENFOLD = math.log(10.0)

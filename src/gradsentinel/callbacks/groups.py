@@ -15,7 +15,7 @@ from gradsentinel.callbacks.outliers import evidence_of_groups
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.gradients import GradientView
-from gradsentinel.levels import Judged, Levels
+from gradsentinel.measures.levels import Judged, Levels
 
 GROUPINGS = ("parameter", "layer")
 _FLOOR = 5.0

@@ -18,7 +18,7 @@ from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding
 from gradsentinel.incident import fold
-from gradsentinel.mailbox import Letter, Mailbox
+from gradsentinel.measures.mailbox import Letter, Mailbox
 from gradsentinel.run import Run
 
 _NEAR = 6.0

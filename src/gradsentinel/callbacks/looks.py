@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gradsentinel.gradients import GradientView
-from gradsentinel.histogram import BINS, Histogram, count_exponents
-from gradsentinel.mailbox import Letter, Mailbox
-from gradsentinel.norms import is_distributed
-from gradsentinel.sampling import Piece, cut
+from gradsentinel.measures.histogram import BINS, Histogram, count_exponents
+from gradsentinel.measures.mailbox import Letter, Mailbox
+from gradsentinel.measures.norms import is_distributed
+from gradsentinel.measures.sampling import Piece, cut
 
 _WIDTH = BINS + 2
 """Numbers of one piece: the counts, the checksum, the bits of its largest magnitude."""

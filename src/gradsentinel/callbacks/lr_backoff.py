@@ -14,7 +14,7 @@ from gradsentinel import events
 from gradsentinel.callback import Callback
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.incident import Outcome
-from gradsentinel.inspection import local
+from gradsentinel.measures.inspection import local
 from gradsentinel.run import Run
 
 logger = logging.getLogger("gradsentinel")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from gradsentinel.bands import Band
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Diagnosis, Evidence, TensorEvidence
 from gradsentinel.gradients import GradientView
+from gradsentinel.measures.bands import Band
 
 WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
 _DOMINANT = 5

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsentinel.run import Run
-from gradsentinel.tree import tensors_in
+from gradsentinel.state.tree import tensors_in
 
 logger = logging.getLogger("gradsentinel")
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradsentinel import events
+from gradsentinel.again.recompute import Recomputed, knows_how, reason_against, recompute
 from gradsentinel.callback import Responder
 from gradsentinel.decision import Kind
 from gradsentinel.diagnosis.replay import rehearse
 from gradsentinel.incident import Incident
-from gradsentinel.recompute import Recomputed, knows_how, reason_against, recompute
 from gradsentinel.run import Run
 
 logger = logging.getLogger("gradsentinel")

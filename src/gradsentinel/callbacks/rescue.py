@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from gradsentinel import events
+from gradsentinel.again.recompute import Recomputed
+from gradsentinel.again.widening import Wide, widen, widened
 from gradsentinel.callbacks.recomputing import NONFINITE, Recomputing
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding
 from gradsentinel.incident import Incident, Outcome, Recovery
-from gradsentinel.recompute import Recomputed
 from gradsentinel.recovery import Budget
 from gradsentinel.run import Run
-from gradsentinel.widening import Wide, widen, widened
 from gradsentinel.wording import plain_name
 
 WHOLE = ""

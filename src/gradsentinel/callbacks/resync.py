@@ -12,9 +12,9 @@ from gradsentinel.callback import Responder
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.incident import Incident, Outcome, Recovery
-from gradsentinel.inspection import local
+from gradsentinel.measures.inspection import local
+from gradsentinel.ranks.replicas import ReplicaGroup, checksums, combine
 from gradsentinel.recovery import Budget
-from gradsentinel.replicas import ReplicaGroup, checksums, combine
 from gradsentinel.run import Run
 
 

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from gradsentinel import events
+from gradsentinel.again.recompute import Mark, Recomputed, knows_how, marks_of
 from gradsentinel.callback import Detector
 from gradsentinel.callbacks.recomputing import NONFINITE, Recomputing
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.incident import Incident, Outcome, Recovery
-from gradsentinel.recompute import Mark, Recomputed, knows_how, marks_of
 from gradsentinel.recovery import Budget
 from gradsentinel.run import Run
 

@@ -13,13 +13,13 @@ from gradsentinel.callback import Findings, Responder
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
-from gradsentinel.health import in_words
 from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.recovery import Budget
-from gradsentinel.ring import Ring
 from gradsentinel.run import Run
-from gradsentinel.snapshot import Snapshot, is_initialised
-from gradsentinel.staging import Cost
+from gradsentinel.state.health import in_words
+from gradsentinel.state.ring import Ring
+from gradsentinel.state.snapshot import Snapshot, is_initialised
+from gradsentinel.state.staging import Cost
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.gradients import GradientView
 from gradsentinel.incident import fold
-from gradsentinel.inspection import parts_of, values_of
+from gradsentinel.measures.inspection import parts_of, values_of
 from gradsentinel.run import Run
 
 _HALF = (torch.float16, torch.bfloat16)

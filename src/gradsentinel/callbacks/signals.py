@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradsentinel import events
-from gradsentinel.bands import Band
 from gradsentinel.gradients import GradientView
+from gradsentinel.measures.bands import Band
 
 _TINY = 1e-30
 """No bound is smaller, so that its inverse is a number in float32 too."""

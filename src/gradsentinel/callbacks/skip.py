@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gradsentinel import events
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.callback import Responder
+from gradsentinel.data.records import fingerprint, sample_ids
+from gradsentinel.data.skipped import Part, SkippedBatch
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.incident import Incident, Outcome, Recovery, jsonable
-from gradsentinel.records import fingerprint, sample_ids
 from gradsentinel.recovery import Budget
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
-from gradsentinel.skipped import Part, SkippedBatch
 from gradsentinel.testing import record_swallowed
 
 logger = logging.getLogger("gradsentinel")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from gradsentinel import events
-from gradsentinel.background import Background
 from gradsentinel.callback import Callback, Findings
 from gradsentinel.decision import Action, Kind
 from gradsentinel.diagnosis import custom
@@ -26,7 +25,8 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Finding
 from gradsentinel.incident import Incident, Outcome
 from gradsentinel.run import Run
-from gradsentinel.tree import UnsupportedStateError, flatten
+from gradsentinel.state.background import Background
+from gradsentinel.state.tree import UnsupportedStateError, flatten
 
 logger = logging.getLogger("gradsentinel")
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from gradsentinel import events
-from gradsentinel.bands import Band, History, Robust, Rule, Sigma
-from gradsentinel.baseline import Baseline
 from gradsentinel.callback import Detector
 from gradsentinel.callbacks.groups import GROUPINGS, GroupNorms
 from gradsentinel.callbacks.outliers import WORDS, Outlier, Past, evidence_of
@@ -23,6 +21,8 @@ from gradsentinel.callbacks.signals import Sight, largest, loss_of, score_of, sh
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
+from gradsentinel.measures.bands import Band, History, Robust, Rule, Sigma
+from gradsentinel.measures.baseline import Baseline
 from gradsentinel.run import Run
 
 RULES = ("robust", "sigma", "history")
@@ -47,8 +47,9 @@ class SpikeCallback(Detector):
     """Finds losses and gradient norms that are far from what this run has shown so far.
 
     A spike is reported (`action`); an explosion, a hundred times as far out, is dropped before it lands
-    (`explosion_action`). What counts as far is learnt from healthy steps alone: see `gradsentinel.baseline`.
-    Each of several optimizers that take turns, as in a GAN, has statistics of its own. The comparison is
+    (`explosion_action`). What counts as far is learnt from healthy steps alone, see
+    `gradsentinel.measures.baseline`. Each of several optimizers that take turns, as in a GAN, has
+    statistics of its own. The comparison is
     made on the device; the statistics are fed with the numbers that the sentinel reads anyway. Called on:
     every rank, each with its own losses.
     """

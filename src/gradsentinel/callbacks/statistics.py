@@ -20,9 +20,9 @@ from gradsentinel.callbacks.players import player_of
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Finding
 from gradsentinel.incident import Incident
-from gradsentinel.mailbox import Mailbox
+from gradsentinel.measures.mailbox import Mailbox
+from gradsentinel.measures.sampling import Rotation, size_of
 from gradsentinel.run import Run
-from gradsentinel.sampling import Rotation, size_of
 
 _TAG = "statistics"
 _LEAST_ELEMENTS = 2**10

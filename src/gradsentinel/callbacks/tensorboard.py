@@ -12,8 +12,8 @@ from gradsentinel import events
 from gradsentinel.callback import Callback
 from gradsentinel.decision import Action
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.histogram import Histogram
 from gradsentinel.incident import Incident
+from gradsentinel.measures.histogram import Histogram
 from gradsentinel.run import Run
 
 _LAYOUT = {

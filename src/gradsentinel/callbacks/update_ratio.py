@@ -18,7 +18,7 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding
 from gradsentinel.host import gradient_of
 from gradsentinel.incident import fold
-from gradsentinel.inspection import inspect_tensor, local, readable
+from gradsentinel.measures.inspection import inspect_tensor, local, readable
 from gradsentinel.run import Run
 
 _MANY = 16

@@ -49,7 +49,7 @@ def params(
 ) -> None:
     """Turn a flat index or offset of a parameter into its name."""
     from gradsentinel import names  # noqa: PLC0415 - imports torch
-    from gradsentinel.topology import fold_ranks  # noqa: PLC0415 - imports torch
+    from gradsentinel.ranks.topology import fold_ranks  # noqa: PLC0415 - imports torch
 
     ranks = names.ranks_with_map(run_dir)
     chosen = ranks[0] if rank is None else rank

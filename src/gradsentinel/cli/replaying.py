@@ -124,7 +124,7 @@ def _no_operator(bundle: Bundle) -> str:
 
 def _described(value: Any) -> list[dict[str, Any]]:
     from gradsentinel.diagnosis.statistics import describe  # noqa: PLC0415 - imports torch
-    from gradsentinel.tree import tensors_in  # noqa: PLC0415 - imports torch
+    from gradsentinel.state.tree import tensors_in  # noqa: PLC0415 - imports torch
 
     return [describe(tensor) for _, tensor in tensors_in(value)]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident, fold
-from gradsentinel.inspection import is_finite, readable
+from gradsentinel.measures.inspection import is_finite, readable
 from gradsentinel.run import Run
-from gradsentinel.tree import tensors_in
+from gradsentinel.state.tree import tensors_in
 from gradsentinel.wording import plain_name
 
 _MOST = 32

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from gradsentinel.archive import read_archive, write_archive
 from gradsentinel.diagnosis.collect import Level, Parts
 from gradsentinel.diagnosis.operator import OperatorCall
 from gradsentinel.diagnosis.stored_call import OPERATOR_KIND, call_from_tree
 from gradsentinel.errors import StoreError
 from gradsentinel.incident import Incident
+from gradsentinel.state.archive import read_archive, write_archive
+from gradsentinel.state.tree import UnsupportedStateError
 from gradsentinel.store import check_schema, read_incident, write_json
-from gradsentinel.tree import UnsupportedStateError
 
 SCHEMA = 1
 KINDS = {

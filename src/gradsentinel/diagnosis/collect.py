@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis.environment import environment
 from gradsentinel.diagnosis.statistics import statistics
 from gradsentinel.diagnosis.storable import nbytes, to_storable
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.host import gradient_of
 from gradsentinel.incident import Incident
-from gradsentinel.inspection import stored
+from gradsentinel.measures.inspection import stored
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
-from gradsentinel.snapshot import Snapshot
+from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.wording import plain_name, size_of
 
 logger = logging.getLogger("gradsentinel")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis.replay import Computed
-from gradsentinel.inspection import local, parts_of
+from gradsentinel.measures.inspection import local, parts_of
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LAST_DIGITS = 1e-4

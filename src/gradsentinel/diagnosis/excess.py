@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gradsentinel.again.scene import MicroBatch
+from gradsentinel.data.records import sample_ids
 from gradsentinel.diagnosis import swap
 from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.lone_weight import LoneWeight, find_lone_weight
@@ -14,9 +16,7 @@ from gradsentinel.diagnosis.remedy import for_device, for_records
 from gradsentinel.diagnosis.replay import Computed, Replay
 from gradsentinel.evidence import Diagnosis, Sample
 from gradsentinel.incident import fold
-from gradsentinel.records import sample_ids
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
 
 _CURED = 8.0
 """So many times smaller without some samples, and they are to blame."""

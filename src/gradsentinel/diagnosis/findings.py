@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsentinel.again.scene import MicroBatch
+from gradsentinel.data.records import sample_ids
 from gradsentinel.diagnosis.operands import Operand, bad_index, bad_rows, operands_of, tensors_of
 from gradsentinel.diagnosis.record import Call, Event
 from gradsentinel.diagnosis.replay import Computed
 from gradsentinel.diagnosis.swap import NARROW, batch_size
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import Path, call_of
-from gradsentinel.records import sample_ids
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsentinel.inspection import parts_of, values_of
-from gradsentinel.tree import tensors_in
+from gradsentinel.measures.inspection import parts_of, values_of
+from gradsentinel.state.tree import tensors_in
 
 _TOLD = 2
 """Differences that are told; more would bury the first."""

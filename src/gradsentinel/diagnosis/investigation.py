@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradsentinel.again.scene import MicroBatch
+from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Kind
 from gradsentinel.diagnosis import swap
 from gradsentinel.diagnosis.comparison import compare, in_order
@@ -34,11 +36,9 @@ from gradsentinel.diagnosis.walk import Path, walk
 from gradsentinel.evidence import Diagnosis, Sample
 from gradsentinel.host import gradient_of
 from gradsentinel.incident import Incident
-from gradsentinel.inspection import parts_of
-from gradsentinel.records import sample_ids
+from gradsentinel.measures.inspection import parts_of
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
-from gradsentinel.tree import tensors_in
+from gradsentinel.state.tree import tensors_in
 
 _SURE = 0.9
 _SWAPS = 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsentinel.inspection import local, parts_of, readable
+from gradsentinel.measures.inspection import local, parts_of, readable
 from gradsentinel.run import Run
 
 _FAR = 1e6

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradsentinel.inspection import parts_of, readable, values_of
+from gradsentinel.measures.inspection import parts_of, readable, values_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from gradsentinel.diagnosis.scan import scan
 from gradsentinel.diagnosis.stage import Stage
 from gradsentinel.evidence import Diagnosis, Evidence
 from gradsentinel.incident import Incident, fold
-from gradsentinel.inspection import nonfinite_in
+from gradsentinel.measures.inspection import nonfinite_in
 
 _REPLAYED = NONFINITE | FINITE | {Kind.NONFINITE_INPUT}
 STATE_KINDS = {Kind.NONFINITE_PARAMETER, Kind.NONFINITE_STATE}

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsentinel.diagnosis.memory import bad_mask, judge
 from gradsentinel.diagnosis.record import Event
-from gradsentinel.inspection import first_index, parts_of, readable, values_of
+from gradsentinel.measures.inspection import first_index, parts_of, readable, values_of
 
 _SIGNS = {"div": "/", "mul": "*", "sub": "-", "add": "+", "pow": "**", "true_divide": "/"}
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gradsentinel.diagnosis.operands import bad_index
 from gradsentinel.diagnosis.record import Event
 from gradsentinel.diagnosis.storable import nbytes
-from gradsentinel.inspection import parts_of
+from gradsentinel.measures.inspection import parts_of
 
 STANDARD = ("aten", "prims")
 """Namespaces of operators that come with torch."""

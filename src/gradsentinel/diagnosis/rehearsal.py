@@ -18,7 +18,7 @@ from gradsentinel.diagnosis.record import Event
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import origins_of
 from gradsentinel.host import gradient_of
-from gradsentinel.inspection import readable
+from gradsentinel.measures.inspection import readable
 
 _LARGEST = 1 << 22
 """Elements up to which a parameter is rehearsed: it takes a few copies of it."""

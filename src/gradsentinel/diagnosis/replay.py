@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis.record import FROM_BATCH
 from gradsentinel.diagnosis.shelter import sheltered
 from gradsentinel.diagnosis.trace import Trace, names_of
 from gradsentinel.host import find_ddp
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
+from gradsentinel.state.tree import map_tensors, tensors_in
 from gradsentinel.testing import record_swallowed
-from gradsentinel.tree import map_tensors, tensors_in
 
 logger = logging.getLogger("gradsentinel")
 

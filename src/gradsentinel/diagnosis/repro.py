@@ -22,7 +22,7 @@ from gradsentinel.diagnosis.repro_template import PROGRAM
 from gradsentinel.diagnosis.stored_call import NAMED, VIEW
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident
-from gradsentinel.tree import flatten
+from gradsentinel.state.tree import flatten
 from gradsentinel.wording import printable
 
 _WIDTH = 100

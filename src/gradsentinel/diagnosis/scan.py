@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Kind
 from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.update import explain_update
 from gradsentinel.evidence import Diagnosis, Evidence, Sample
 from gradsentinel.incident import fold
-from gradsentinel.inspection import first_index, local, parts_of, readable, values_of
-from gradsentinel.records import sample_ids
+from gradsentinel.measures.inspection import first_index, local, parts_of, readable, values_of
 from gradsentinel.run import Run
-from gradsentinel.tree import tensors_in
+from gradsentinel.state.tree import tensors_in
 
 _EXPLAINED_BY_DATA = {Kind.NONFINITE_LOSS, Kind.NONFINITE_GRADIENT, Kind.LOSS_SCALE}
 _MAX_SAMPLES = 64

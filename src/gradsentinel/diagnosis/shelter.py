@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from gradsentinel.host import find_ddp
-from gradsentinel.inspection import stored
-from gradsentinel.rng import preserved_rng
+from gradsentinel.measures.inspection import stored
 from gradsentinel.run import Run
+from gradsentinel.state.rng import preserved_rng
 
 _CONTAINERS = (list, dict, set, deque)
 _TORCH_FIELDS = frozenset(nn.Module().__dict__) | {"_parameters", "_buffers", "_modules"}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsentinel.archive import read_manifest
+from gradsentinel.again.backward import BackwardPass
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.assembly import make_run
-from gradsentinel.backward import BackwardPass
 from gradsentinel.diagnosis.bundle import Bundle
 from gradsentinel.diagnosis.collect import AFTER, LATER
 from gradsentinel.diagnosis.storable import from_stored
@@ -20,12 +20,12 @@ from gradsentinel.diagnosis.target import Target
 from gradsentinel.errors import GradSentinelError
 from gradsentinel.host import TorchHost
 from gradsentinel.incident import fold
-from gradsentinel.inspection import stored
-from gradsentinel.rng import RngState
+from gradsentinel.measures.inspection import stored
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
-from gradsentinel.snapshot import Snapshot
-from gradsentinel.tree import map_tensors
+from gradsentinel.state.archive import read_manifest
+from gradsentinel.state.rng import RngState
+from gradsentinel.state.snapshot import Snapshot
+from gradsentinel.state.tree import map_tensors
 from gradsentinel.wording import plain_name
 
 _BUDGET = 600.0

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.host import gradient_of
 from gradsentinel.incident import jsonable
-from gradsentinel.inspection import inspect_tensor, local, parts_of, readable, values_of
+from gradsentinel.measures.inspection import inspect_tensor, local, parts_of, readable, values_of
 from gradsentinel.run import Run
-from gradsentinel.scene import MicroBatch
-from gradsentinel.tree import tensors_in
+from gradsentinel.state.tree import tensors_in
 
 SCHEMA = 1
 

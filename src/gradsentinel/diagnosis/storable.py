@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gradsentinel.inspection import local
-from gradsentinel.tree import UnsupportedStateError, flatten, format_path
+from gradsentinel.measures.inspection import local
+from gradsentinel.state.tree import UnsupportedStateError, flatten, format_path
 
 _MARK = "gradsentinel:"
 _RECORD, _TUPLE, _GRAD, _GONE = f"{_MARK}record", f"{_MARK}tuple", f"{_MARK}requires_grad", f"{_MARK}gone"

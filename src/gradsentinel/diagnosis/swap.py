@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gradsentinel.again.scene import MicroBatch
+from gradsentinel.data.records import ID_FIELDS
 from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.replay import Computed, Replay
 from gradsentinel.diagnosis.trace import is_allocation
-from gradsentinel.inspection import parts_of, readable
-from gradsentinel.records import ID_FIELDS
-from gradsentinel.scene import MicroBatch
-from gradsentinel.snapshot import Snapshot
-from gradsentinel.tree import map_tensors, tensors_in
+from gradsentinel.measures.inspection import parts_of, readable
+from gradsentinel.state.snapshot import Snapshot
+from gradsentinel.state.tree import map_tensors, tensors_in
 
 NARROW = frozenset(
     dtype

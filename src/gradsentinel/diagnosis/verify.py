@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsentinel.archive import ArchiveError
 from gradsentinel.decision import Kind
 from gradsentinel.diagnosis import transient
 from gradsentinel.diagnosis.bundle import Bundle
@@ -20,8 +19,9 @@ from gradsentinel.diagnosis.offline import STATE_KINDS, Outcome, compute, judge,
 from gradsentinel.diagnosis.operator import CannotRun, find, run, shows
 from gradsentinel.diagnosis.stage import Stage
 from gradsentinel.incident import fold
-from gradsentinel.inspection import is_finite, nonfinite_in, readable
-from gradsentinel.tree import tensors_in
+from gradsentinel.measures.inspection import is_finite, nonfinite_in, readable
+from gradsentinel.state.archive import ArchiveError
+from gradsentinel.state.tree import tensors_in
 from gradsentinel.wording import plain_name
 
 _TRIED = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsentinel.bus import Handle
 from gradsentinel.callback import Callback
+from gradsentinel.data.sampler import SkipBatches, sampler_of
 from gradsentinel.decision import Action
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.events import Event
@@ -17,8 +18,7 @@ from gradsentinel.incident import Incident
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.settings import RunSettings
 from gradsentinel.integrations.wraps import Wraps
-from gradsentinel.restart import drawn
-from gradsentinel.sampler import SkipBatches, sampler_of
+from gradsentinel.state.restart import drawn
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsentinel.again.backward import BackwardPass
 from gradsentinel.assembly import default_diagnosers, default_examiners, make_run, with_defaults
-from gradsentinel.backward import BackwardPass
 from gradsentinel.callback import Callback
+from gradsentinel.data.records import fingerprint
 from gradsentinel.decision import Action, Decision
 from gradsentinel.errors import ConsensusError, TrainingAborted
 from gradsentinel.gradients import GradientView
@@ -22,11 +23,10 @@ from gradsentinel.integrations.host import FrameworkHost
 from gradsentinel.integrations.pace import HeldSchedulers
 from gradsentinel.integrations.settings import RunSettings
 from gradsentinel.integrations.state_check import StateCheck
-from gradsentinel.records import fingerprint
-from gradsentinel.restart import claim_directory
-from gradsentinel.restart import resume as resume_run
 from gradsentinel.run import Run
-from gradsentinel.tree import tensors_in
+from gradsentinel.state.restart import claim_directory
+from gradsentinel.state.restart import resume as resume_run
+from gradsentinel.state.tree import tensors_in
 from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")

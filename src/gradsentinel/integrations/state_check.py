@@ -7,8 +7,8 @@ import torch
 from gradsentinel.callback import Detector
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Evidence, Finding
-from gradsentinel.health import in_words
 from gradsentinel.run import Run
+from gradsentinel.state.health import in_words
 
 
 class StateCheck(Detector):

@@ -12,26 +12,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from gradsentinel.again.scene import Scene
 from gradsentinel.callbacks.batch_evidence import faults_of
 from gradsentinel.callbacks.batch_fields import Reader, tables_of
-from gradsentinel.consensus import LocalConsensus
 from gradsentinel.decision import Action, Kind
 from gradsentinel.diagnosis.diagnose import diagnose
 from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.replay import Computed, Replay, ReplayError, reason_against
 from gradsentinel.diagnosis.source import raising_line
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.health import StateHealth
 from gradsentinel.host import Forward, TorchHost
 from gradsentinel.incident import Incident, fold
-from gradsentinel.inspection import parts_of, values_of
+from gradsentinel.measures.inspection import parts_of, values_of
+from gradsentinel.ranks.consensus import LocalConsensus
+from gradsentinel.ranks.topology import this_rank
 from gradsentinel.risks.report import Report, Risk, joined
 from gradsentinel.risks.setup import optimizer_risks, state_risks, unusable
 from gradsentinel.risks.watcher import Watcher
 from gradsentinel.run import Run
-from gradsentinel.scene import Scene
+from gradsentinel.state.health import StateHealth
 from gradsentinel.store import RunDirectory
-from gradsentinel.topology import this_rank
 
 _IGNORE_INDEX = -100
 _SHARE = 1e-3

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gradsentinel.diagnosis.update import suspect_setting
 from gradsentinel.host import Host
 from gradsentinel.incident import fold
-from gradsentinel.inspection import parts_of, readable, values_of, without_infinities
+from gradsentinel.measures.inspection import parts_of, readable, values_of, without_infinities
 from gradsentinel.risks.report import Risk
 
 _ABSURD = 1e8

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsentinel.archive import ArchiveError, read_archive, write_archive
+from gradsentinel.again.recompute import RecomputeError
 from gradsentinel.callbacks.tensorboard import TensorBoardCallback
 from gradsentinel.decision import Action
 from gradsentinel.integrations.accelerate.driver import AcceleratorDriver, check_accelerator
@@ -19,9 +19,9 @@ from gradsentinel.integrations.bare import inner_sampler
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import FrameworkHost, raw
 from gradsentinel.integrations.natives import Native
-from gradsentinel.recompute import RecomputeError
+from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
+from gradsentinel.state.tree import UnsupportedStateError, map_tensors
 from gradsentinel.store import unused
-from gradsentinel.tree import UnsupportedStateError, map_tensors
 
 logger = logging.getLogger("gradsentinel")
 

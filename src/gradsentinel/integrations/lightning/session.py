@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from gradsentinel.callbacks.recomputing import Recomputing
 from gradsentinel.callbacks.tensorboard import TensorBoardCallback
+from gradsentinel.data.sampler import SkipBatches, sampler_of
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import FrameworkHost, raw
 from gradsentinel.integrations.lightning.again import TrainingStep
 from gradsentinel.integrations.natives import Native, first_restored
 from gradsentinel.integrations.wraps import Wraps
-from gradsentinel.sampler import SkipBatches, sampler_of
 
 logger = logging.getLogger("gradsentinel")
 

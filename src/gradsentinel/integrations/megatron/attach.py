@@ -11,14 +11,14 @@ from torch import Tensor
 
 from gradsentinel.assembly import default_diagnosers, default_examiners, make_run, with_defaults
 from gradsentinel.callback import Callback
-from gradsentinel.consensus import Consensus
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.megatron import compat
 from gradsentinel.integrations.megatron.host import MegatronHost
 from gradsentinel.integrations.megatron.search import search
 from gradsentinel.integrations.megatron.sentinel import MegatronSentinel
 from gradsentinel.integrations.wraps import Wraps
-from gradsentinel.restart import claim_directory
+from gradsentinel.ranks.consensus import Consensus
+from gradsentinel.state.restart import claim_directory
 from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")

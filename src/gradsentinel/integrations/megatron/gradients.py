@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradsentinel.blame import LocalGradients
 from gradsentinel.evidence import TensorEvidence
 from gradsentinel.gradients import GradientView
+from gradsentinel.ranks.blame import LocalGradients
 
 
 class BucketGradients(LocalGradients):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsentinel.again.recompute import RecomputeError
 from gradsentinel.errors import ConfigurationError, SnapshotMismatch
 from gradsentinel.gradients import GradientView
 from gradsentinel.integrations.megatron.compat import asked
@@ -22,9 +23,8 @@ from gradsentinel.integrations.megatron.names import (
 )
 from gradsentinel.integrations.megatron.schedule import ScheduledStep
 from gradsentinel.integrations.megatron.state import ScalerState, TrackedRandomStates, stateful_schedule
-from gradsentinel.optimizer_state import Keep, capture_optimizer, prepare_optimizers
-from gradsentinel.recompute import RecomputeError
 from gradsentinel.run import Run
+from gradsentinel.state.optimizer_state import Keep, capture_optimizer, prepare_optimizers
 
 _MAIN = "main_parameter"
 """The key under which the snapshot of an optimizer's state holds float32 copies and shards."""

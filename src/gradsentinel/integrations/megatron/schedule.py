@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsentinel.tree import map_tensors
+from gradsentinel.state.tree import map_tensors
 
 Seen = Callable[[Any], None]
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsentinel.again.recompute import recompute
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident
 from gradsentinel.integrations.megatron.host import MegatronHost
-from gradsentinel.recompute import recompute
+from gradsentinel.ranks.topology import Rank, fold_ranks
 from gradsentinel.run import Run
-from gradsentinel.topology import Rank, fold_ranks
-from gradsentinel.tree import tensors_in
+from gradsentinel.state.tree import tensors_in
 
 _LOOKED_INTO = frozenset({Kind.NONFINITE_LOSS, Kind.NONFINITE_GRADIENT, Kind.LOSS_SCALE})
 _DEEPEST = 3

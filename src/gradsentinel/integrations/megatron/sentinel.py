@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from gradsentinel.backward import BackwardPass
+from gradsentinel.again.backward import BackwardPass
 from gradsentinel.bus import Handle
 from gradsentinel.decision import Action, Decision
 from gradsentinel.errors import TrainingAborted
@@ -25,7 +25,7 @@ from gradsentinel.integrations.megatron.host import MegatronHost
 from gradsentinel.integrations.megatron.names import in_bucket
 from gradsentinel.integrations.megatron.schedule import ScheduledStep
 from gradsentinel.integrations.wraps import Wraps
-from gradsentinel.restart import recall
+from gradsentinel.state.restart import recall
 from gradsentinel.watch import Watch
 
 if TYPE_CHECKING:

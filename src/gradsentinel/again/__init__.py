@@ -1,0 +1,1 @@
+"""The step in flight, and computing it again."""

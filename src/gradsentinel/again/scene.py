@@ -1,0 +1,75 @@
+"""What it takes to undo or replay the step in flight: its micro-batches, random states and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradsentinel.again.backward import BackwardPass
+from gradsentinel.state.buffers import BufferShadow, version_of
+from gradsentinel.state.rng import RngState
+from gradsentinel.state.tree import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch, by reference, and the random state just before it entered the model."""
+
+    index: int
+    batch: Any
+    rng: RngState
+    position: tuple[int, int] | None = None
+    """Where it was in the data: epoch, and number of the micro-batch in it."""
+    versions: tuple[tuple[Tensor, int], ...] = ()
+    """Its tensors, and how often each had been written to by then."""
+
+    @property
+    def written(self) -> bool:
+        """True if the batch is not any more what it was; as far as that was noted."""
+        return any(version_of(tensor) != version for tensor, version in self.versions)
+
+
+class Scene:
+    """The step in flight; holds references and small copies only."""
+
+    def __init__(
+        self, modules: Iterable[tuple[str, nn.Module]], *, device_types: tuple[str, ...] = ()
+    ) -> None:
+        self._device_types = tuple(kind for kind in device_types if kind != "cpu")  # that one is always in it
+        self.buffers = BufferShadow(modules)
+        self.rng: RngState | None = None
+        """Random state before the step."""
+        self.microbatches: list[MicroBatch] = []
+        self.healthy: tuple[MicroBatch, ...] = ()
+        """Micro-batches of the last step that was applied without an incident: what is normal here."""
+        self.passes: list[BackwardPass] = []
+        """The backward passes of the step so far, as the loop ran them."""
+        self.repeated = False
+        """True for a further step on the same batches, whose random states are not those of the batches."""
+        self.notes_writes = False
+        """True if somebody wants to know whether a batch was written to: a look at each of its tensors."""
+
+    def begin(self, *, same_batches: bool = False) -> None:
+        """Forget the last step and remember the state before the next one, perhaps of the same batches."""
+        if not same_batches:
+            self.microbatches.clear()
+        self.repeated = same_batches
+        self.passes.clear()
+        self.buffers.capture()
+        self.rng = RngState.capture(self._device_types)
+
+    def add(self, batch: Any, position: tuple[int, int] | None = None) -> None:
+        """Remember a micro-batch that is about to enter the model, and where it was in the data."""
+        rng = RngState.capture(self._device_types)
+        if not self.microbatches:
+            self.rng = rng
+        tensors = (tensor for _, tensor in tensors_in(batch)) if self.notes_writes else ()
+        versions = tuple((tensor, version_of(tensor)) for tensor in tensors)
+        self.microbatches.append(MicroBatch(len(self.microbatches), batch, rng, position, versions))
+
+    def as_mapping(self) -> Mapping[str, Any]:
+        """Return the scene as the incident event carries it."""
+        return {"microbatches": tuple(self.microbatches), "rng": self.rng}

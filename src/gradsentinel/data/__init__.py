@@ -1,0 +1,1 @@
+"""Batches and their records: told apart, left out, and found again after a restart."""

@@ -1,0 +1,185 @@
+"""A batch sampler that does not even draw what is to be left out."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Sampler
+
+from gradsentinel.data.skipped import FILE, SkippedBatch, read_entries
+
+if TYPE_CHECKING:
+    from gradsentinel.run import Run
+
+_REMEMBERED = 4096
+"""Of so many batches the indices are remembered: more than any loader draws ahead."""
+
+
+class SkipBatches(Sampler[list[int]]):
+    """Wraps a batch sampler and leaves out the batches and records that a run has put on its list.
+
+        loader = DataLoader(data, batch_sampler=SkipBatches(BatchSampler(sampler, 32, drop_last=True)))
+        for batch in sentinel.steps(loader): ...
+
+    Left out are, for good, the records that are known to be bad, wherever a shuffle puts them (the rest of
+    their batch is drawn); and batches of exactly the records that a batch on the list had, as after a
+    restart in the middle of an epoch. `Sentinel.steps` tells it of the run's list, and counts what it
+    leaves out as drawn. On several ranks a batch is left out on all of them or on none, and one that
+    would be empty repeats the one before, so that all ranks draw the same number.
+
+    Args:
+        batch_sampler: yields the indices of each batch; may have a state_dict, as those of torchdata.
+        run_dir: whose list to use without a Sentinel, from `skipped-batches.json`; only what is left out
+            for good counts then.
+    """
+
+    def __init__(
+        self, batch_sampler: Iterable[Sequence[int]], *, run_dir: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self._file = None if run_dir is None else Path(run_dir) / FILE
+        self._run: Run | None = None
+        self._start = 0
+        self._drawing: _Drawing | None = None
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler inside, which decides the order of the records."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._drawing = _Drawing(self, self._start)
+        self._start = 0
+        return self._drawing
+
+    def __len__(self) -> int:
+        """Return the number of batches before anything is left out."""
+        return len(self.batch_sampler)  # type: ignore[arg-type] # the DataLoader asks only if it has one
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the sampler inside."""
+        for inner in (self.batch_sampler, self.sampler):
+            if hasattr(inner, "set_epoch"):
+                inner.set_epoch(epoch)
+                return
+
+    def attend(self, run: Run) -> None:
+        """Use the list of a run, from the next iteration on."""
+        self._run = run
+
+    def start_at(self, number: int) -> None:
+        """Let the next iteration begin with this batch of the epoch, without drawing those before."""
+        self._start = number
+
+    def begin(self) -> None:
+        """Have the iteration at its start now, and not when the first batch is drawn from it.
+
+        A DataLoader draws random numbers of its own between the two, so their order would be another one.
+        """
+        if self._drawing is not None:
+            self._drawing.begin()
+
+    @property
+    def drawn(self) -> int:
+        """How many batches of this epoch were drawn or left out."""
+        return self._drawing.number if self._drawing is not None else 0
+
+    def number_of(self, count: int) -> int:
+        """Return the number in the epoch of the batch that the loader has given as its `count`-th."""
+        return self._drawing.number_of(count) if self._drawing is not None else count
+
+    def indices_of(self, number: int) -> tuple[int, ...]:
+        """Return the indices of a batch of this epoch, if it was drawn lately."""
+        return self._drawing.indices_of(number) if self._drawing is not None else ()
+
+    def entries(self) -> tuple[list[SkippedBatch], int | None, int, int]:
+        """Return what is to be left out, the epoch if it is known, this rank, and the number of ranks."""
+        if self._run is not None:
+            run = self._run
+            return run.skipped.entries, run.data["epoch"], run.rank.rank, run.consensus.world_size
+        found = read_entries(self._file) if self._file is not None else []
+        return [entry for entry in found if entry.for_good], None, 0, 1
+
+
+class _Drawing(Iterator[list[int]]):
+    """One iteration; has a state, which is the number of batches drawn, and that of the sampler inside."""
+
+    def __init__(self, owner: SkipBatches, start: int) -> None:
+        self._owner = owner
+        self._start = start
+        self._inner = iter(owner.batch_sampler)
+        self.number = 0
+        self._numbers: list[int] = []
+        self._indices: dict[int, tuple[int, ...]] = {}
+        self._before: list[int] = []
+
+    def __next__(self) -> list[int]:
+        self.begin()
+        while True:
+            drawn = list(next(self._inner))
+            number = self.number
+            self.number += 1
+            kept = self._kept(number, drawn)
+            if kept:
+                break
+        self._numbers.append(number)
+        self._indices[number] = tuple(kept)
+        self._indices.pop(number - _REMEMBERED, None)
+        self._before = kept
+        return kept
+
+    def begin(self) -> None:
+        start, self._start = self._start, 0
+        self.pass_over(start)
+
+    def number_of(self, count: int) -> int:
+        return self._numbers[count] if count < len(self._numbers) else self.number
+
+    def indices_of(self, number: int) -> tuple[int, ...]:
+        indices = self._indices.get(number, ())
+        return indices if all(isinstance(index, int) for index in indices) else ()
+
+    def pass_over(self, count: int) -> None:
+        """Go on behind so many batches, whether they would have been left out or not."""
+        for _ in itertools.islice(self._inner, count):
+            self.number += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = getattr(self._inner, "state_dict", None)
+        return {"number": self.number, "inner": None if inner is None else inner()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load = getattr(self._inner, "load_state_dict", None)
+        if load is None or state["inner"] is None:
+            self.pass_over(state["number"])
+            return
+        load(state["inner"])
+        self.number = state["number"]
+
+    def _kept(self, number: int, drawn: list[int]) -> list[int]:
+        """Return what is left of a batch; nothing if it is to be left out."""
+        entries, epoch, rank, ranks = self._owner.entries()
+        if not entries:
+            return drawn
+        bad = {i for one in entries if one.for_good for part in one.parts for i in part.bad_indices()}
+        for entry in entries:
+            if epoch is not None and not entry.concerns(epoch, number):
+                continue
+            alone = [part.indices for part in entry.guilty if not part.bad_indices()]
+            mine = [part.indices for part in entry.parts if part.rank == rank]
+            # On several ranks the same position: in another order it is another batch, on all of them.
+            if tuple(drawn) in (alone if ranks == 1 else mine if alone and entry.batch == number else []):
+                entry.left_out += 1
+                return []
+        kept = [index for index in drawn if index not in bad]
+        return kept or ([] if ranks == 1 else self._before or drawn)
+
+
+def sampler_of(loader: object) -> SkipBatches | None:
+    """Return the SkipBatches that a DataLoader draws through, if it has one."""
+    found = getattr(loader, "batch_sampler", None)
+    return found if isinstance(found, SkipBatches) else None

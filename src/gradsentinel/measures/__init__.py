@@ -1,0 +1,1 @@
+"""Numbers about tensors and series: norms, magnitudes, what to expect next."""
