@@ -1,7 +1,8 @@
 """What the watch adds to a step of each framework: short runs with and without it, in turns.
 
 A framework owns its loop, so steps cannot be raced one by one. The time of a step is that from one batch to
-the next; of each run the median counts, and of all pairs of runs the median of the differences.
+the next. What the watch adds is looked for in what is left of it without forward and backward pass: of each
+run the median of the steps, of all pairs of runs the median of the differences.
 """
 
 # ruff: noqa: PLC0415 - each framework is imported when it is its turn
@@ -12,6 +13,7 @@ import contextlib
 import itertools
 import json
 import logging
+import operator
 import statistics
 import tempfile
 import time
@@ -22,28 +24,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workload import CLOCK, batches, loss_of, model
+from workload import CLOCK, batches, forward, model
 
 from gradsentinel import NanCallback, Rollback, Sentinel
 
-TOKENS, STEPS, PAIRS = 64, 30, 9
+TOKENS, STEPS, WARM_UP, PAIRS = 64, 30, 5, 7
 MAX_NORM = 1.0
-Loop = Callable[[list[float], Path | None], None]
+Times = list[tuple[float, float]]
+"""By step: when its batch was drawn, and how long forward and backward passes have taken by then."""
+Loop = Callable[[Times, Path | None], None]
 """Makes a run, with the watch if there is a directory for it, and notes when each batch was drawn."""
 
 
-def drawn(times: list[float]) -> Iterator[Tensor]:
+def drawn(times: Times) -> Iterator[Tensor]:
     """Yield the batches of a run and note the time."""
     data = batches(TOKENS)
     for number in range(STEPS):
-        times.append(CLOCK.now())
+        times.append((CLOCK.now(), CLOCK.inside))
         yield data[number % len(data)]
 
 
 class Drawn(torch.utils.data.IterableDataset):
     """The same for frameworks that want a data set."""
 
-    def __init__(self, times: list[float]) -> None:
+    def __init__(self, times: Times) -> None:
         self.times = times
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -60,22 +64,22 @@ def ready() -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=1e-4)
 
 
-def plain(times: list[float], folder: Path | None) -> None:
+def plain(times: Times, folder: Path | None) -> None:
     net, optimizer = ready()
     if folder is None:
         for x in drawn(times):
-            loss_of(net, x, x).backward()
+            forward(net, x, x).backward()
             nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
         return
     with Sentinel(net, optimizer, callbacks=watch(), run_dir=folder) as sentinel:
         for x in sentinel.steps(drawn(times)):
-            sentinel.backward(loss_of(net, x, x))
+            sentinel.backward(forward(net, x, x))
             sentinel.step(max_norm=MAX_NORM)
 
 
-def lightning(times: list[float], folder: Path | None) -> None:
+def lightning(times: Times, folder: Path | None) -> None:
     import lightning.pytorch as pl
 
     from gradsentinel.integrations.lightning import RunSettings, adapt
@@ -86,7 +90,7 @@ def lightning(times: list[float], folder: Path | None) -> None:
             self.net, self.own = ready()
 
         def training_step(self, batch: Tensor) -> Tensor:
-            return loss_of(self.net, batch, batch)
+            return forward(self.net, batch, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return self.own
@@ -105,7 +109,7 @@ def lightning(times: list[float], folder: Path | None) -> None:
     trainer.fit(Module(), torch.utils.data.DataLoader(Drawn(times), batch_size=None))
 
 
-def fabric(times: list[float], folder: Path | None) -> None:
+def fabric(times: Times, folder: Path | None) -> None:
     from lightning.fabric import Fabric
 
     from gradsentinel.integrations.lightning.fabric import prepare
@@ -115,13 +119,13 @@ def fabric(times: list[float], folder: Path | None) -> None:
     sentinel = None if folder is None else prepare(tool, net, optimizer, callbacks=watch(), run_dir=folder)
     with sentinel or contextlib.nullcontext():
         for x in drawn(times) if sentinel is None else sentinel.steps(drawn(times)):
-            tool.backward(loss_of(net, x, x))
+            tool.backward(forward(net, x, x))
             tool.clip_gradients(net, optimizer, max_norm=MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
 
 
-def accelerate(times: list[float], folder: Path | None) -> None:
+def accelerate(times: Times, folder: Path | None) -> None:
     from accelerate import Accelerator
 
     from gradsentinel.integrations.accelerate import prepare
@@ -131,7 +135,7 @@ def accelerate(times: list[float], folder: Path | None) -> None:
     sentinel = None if folder is None else prepare(tool, net, optimizer, callbacks=watch(), run_dir=folder)
     with sentinel or contextlib.nullcontext():
         for x in drawn(times) if sentinel is None else sentinel.steps(drawn(times)):
-            tool.backward(loss_of(net, x, x))
+            tool.backward(forward(net, x, x))
             tool.clip_grad_norm_(net.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
@@ -145,17 +149,17 @@ class WithLoss(nn.Module):
         self.net = net
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:  # noqa: D102 - as everywhere
-        return {"loss": loss_of(self.net, x, x)}
+        return {"loss": forward(self.net, x, x)}
 
 
-def huggingface(times: list[float], folder: Path | None) -> None:
+def huggingface(times: Times, folder: Path | None) -> None:
     from transformers import Trainer, TrainingArguments
 
     from gradsentinel.integrations.huggingface import RunSettings, adapt
 
     class Timed(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-            times.append(CLOCK.now())
+            times.append((CLOCK.now(), CLOCK.inside))
             return super().training_step(*args, **kwargs)
 
     net, optimizer = ready()
@@ -193,29 +197,34 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def step_time(loop: Loop, folder: Path | None) -> float:
-    """Return the seconds of a step of one run, the first ones left out."""
-    times: list[float] = []
+def step_time(loop: Loop, folder: Path | None) -> tuple[float, float]:
+    """Return the seconds of a step of one run, and those outside of forward and backward pass."""
+    times: Times = []
     loop(times, folder)
-    gaps = [after - before for before, after in itertools.pairwise(times[5:])]
-    return statistics.median(gaps)
+    steps = list(itertools.pairwise(times[WARM_UP:]))
+    whole = [after[0] - before[0] for before, after in steps]
+    inside = [after[1] - before[1] for before, after in steps]
+    return statistics.median(whole), statistics.median(map(operator.sub, whole, inside))
 
 
 def measure() -> dict[str, dict[str, float]]:
-    """Return seconds of a step without the watch, and what it adds, by framework."""
+    """Return by framework the seconds of a step without the watch, of its rest, and what the watch adds."""
     logging.disable(logging.WARNING)
+    CLOCK.watches_backward()
     found: dict[str, dict[str, float]] = {}
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="gradsentinel-bench-") as place:
         warnings.simplefilter("ignore")
         for name, loop in LOOPS.items():
-            alone, added = [], []
+            steps, rests, added = [], [], []
             for number in range(PAIRS):
                 pair = [None, Path(place) / f"{name}-{number}"]
                 measured = {one is None: step_time(loop, one) for one in (pair if number % 2 else pair[::-1])}
-                alone.append(measured[True])
-                added.append(measured[False] - measured[True])
+                steps.append(measured[True][0])
+                rests.append(measured[True][1])
+                added.append(measured[False][1] - measured[True][1])
             found[name] = {
-                "step": statistics.median(alone),
+                "step": statistics.median(steps),
+                "rest": statistics.median(rests),
                 "added": statistics.median(added),
                 "least": min(added),
                 "most": max(added),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import snapshots
 from overhead import TARGETS, TOKENS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
@@ -138,6 +139,28 @@ def _scheduled(results: dict[str, Any]) -> str:
     )
 
 
+def _snapshots(results: dict[str, Any]) -> str:
+    found = results["snapshots"]
+    took, share = found["milliseconds"], found["amortised"]
+    rows = [
+        ["in memory", f"{took['snapshot']:.1f} ms", f"{share[snapshots.IN_MEMORY]:.2%}"],
+        ["in memory, then on disk beside the training", "", f"{share[snapshots.ON_DISK]:.2%}"],
+        [
+            "torch.save, blocking, not synced",
+            f"{took['torch.save']:.1f} ms",
+            f"{share[snapshots.BY_HAND]:.2%}",
+        ],
+    ]
+    return _rows(
+        [
+            f"a snapshot of {took['state MB']:.0f} MB",
+            "the training waits",
+            f"of the training, at one per {snapshots.PERIOD} steps of {took['step']:.0f} ms",
+        ],
+        rows,
+    )
+
+
 def _growth(results: dict[str, Any]) -> str:
     rows = []
     for name, one in results["growth"].items():
@@ -154,13 +177,60 @@ def _ranks(results: dict[str, Any]) -> str:
     return _rows([f"{found['ranks']} gloo ranks, DDP", "step over the plain one's, or time"], rows)
 
 
+def _diagnosis(results: dict[str, Any]) -> str:
+    found = results["diagnosis"]
+    rows = [
+        [
+            "GradSentinel",
+            f"{found['diagnosis_seconds']:.2f} s",
+            f"{found['diagnosis_steps']:.1f} steps",
+            found["found"],
+        ],
+        [
+            "a rerun of the step in anomaly mode",
+            f"{found['anomaly_seconds']:.2f} s",
+            f"{found['anomaly_steps']:.1f} steps",
+            found["anomaly_found"],
+        ],
+    ]
+    return _rows([f"a step takes {found['step_seconds']:.2f} s", "time", "of a step", "what it names"], rows)
+
+
+def _viewing(results: dict[str, Any]) -> str:
+    found = results["viewing"]
+    rows = [
+        [name, f"{one['first_ms']:.0f} ms", f"{one['later_ms']:.1f} ms", f"{one['sent_kb']:.0f} kB"]
+        for name, one in found["routes"].items()
+    ]
+    rows.append(["timeline, 100 more steps each time", "-", f"{found['grown_ms']:.1f} ms", "-"])
+    return _rows(["asked for", "first answer", "later ones", "sent"], rows)
+
+
+def _adapters(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            f"{1e3 * one['step']:.1f} ms",
+            f"{1e3 * one['rest']:.2f} ms",
+            f"{1e3 * one['added']:+.2f} ms ({1e3 * one['least']:+.2f} to {1e3 * one['most']:+.2f})",
+            f"{one['added'] / one['step']:+.1%}",
+        ]
+        for name, one in results["adapters"].items()
+    ]
+    return _rows(["loop", "a step", "of it not forward or backward", "the watch adds", "of the step"], rows)
+
+
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "overhead": (_overhead, "steps"),
     "targets": (_targets, "steps"),
     "within": (_within, "steps"),
     "counts": (_counts, "counts"),
     "scheduled": (_scheduled, "scheduled"),
+    "snapshots": (_snapshots, "snapshots"),
     "growth": (_growth, "growth"),
     "ranks": (_ranks, "consensus"),
+    "adapters": (_adapters, "adapters"),
+    "diagnosis": (_diagnosis, "diagnosis"),
+    "viewing": (_viewing, "viewing"),
 }
 """What makes each table, and the section of the results that it is made of."""

@@ -24,6 +24,9 @@ from gradsentinel import NanCallback, Rollback, Sentinel
 TOKENS = 64
 PERIOD = 50
 """One snapshot per so many steps is what the cost is spread over."""
+IN_MEMORY = f"in memory, one per {PERIOD} steps"
+ON_DISK = f"and on disk, one per {PERIOD} steps"
+BY_HAND = f"torch.save, one per {PERIOD} steps"
 BLOCK = 25
 WARM_UP = 6
 
@@ -80,9 +83,9 @@ def in_memory(x: Tensor, folder: Path, rounds: int) -> dict[str, float]:
 
 
 def on_disk(x: Tensor, folder: Path, blocks: int) -> dict[str, float]:
-    """Return the time of a block of steps in which one snapshot is taken and written, over one without."""
+    """Return the time of a block of steps with one snapshot that is taken and written, over one without."""
     plain = Loop(None)
-    saving = Loop(Rollback(every=BLOCK, confirm_after=0, on_disk=1), folder / "run")
+    saving = Loop(Rollback(every=BLOCK, confirm_after=5, on_disk=1), folder / "run")
     for loop in (plain, saving):
         list(loop.steps(x, BLOCK))
     ratios = []
@@ -112,9 +115,9 @@ def measure(tokens: int = TOKENS, rounds: int = 40, blocks: int = 8) -> dict[str
         "tokens": tokens,
         "milliseconds": {**memory, **disk},
         "amortised": {
-            f"in memory, one per {PERIOD} steps": memory["snapshot"] / (PERIOD * memory["step"]),
-            f"and on disk, one per {PERIOD} steps": (disk["block over plain block"] - 1) * BLOCK / PERIOD,
-            f"torch.save, one per {PERIOD} steps": memory["torch.save"] / (PERIOD * memory["step"]),
+            IN_MEMORY: memory["snapshot"] / (PERIOD * memory["step"]),
+            ON_DISK: (disk["block over plain block"] - 1) * BLOCK / PERIOD,
+            BY_HAND: memory["torch.save"] / (PERIOD * memory["step"]),
         },
         "snapshot over torch.save": memory["snapshot"] / memory["torch.save"],
     }

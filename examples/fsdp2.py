@@ -59,7 +59,9 @@ def main(options):
     callbacks = [NanCallback(), Rollback(every=10, confirm_after=5, on_disk=2)]  # each rank saves its shard
     sentinel = Sentinel(model, optimizer, callbacks=callbacks, run_dir=options.run_dir)
     with plan.attach(model), sentinel:
-        first = sentinel.restore(missing_ok=True)  # the newest known-good state that all ranks have, or 0
+        # The newest known-good state that all ranks have on disk, or 0. It is written beside the training, so
+        # it may be one snapshot older than the last that had proved good when the job was killed.
+        first = sentinel.restore(missing_ok=True)
         if rank == 0:
             print(f"start {start}: goes on from step {first}", flush=True)
         rest = islice(loader, first, None)  # the data goes on where that step was

@@ -13,18 +13,22 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradsentinel import __version__, cli
+from gradsentinel.cann import RELEASES, Cann, cann_for, find_cann, releases_for
 from gradsentinel.checks import (
     AUTOLOAD,
     Check,
     Device,
     State,
     check_backends,
+    check_cann,
     check_determinism,
     check_devices,
     check_directory,
     check_distributed,
     check_encoding,
+    check_health,
     check_npu_version,
+    check_silent_check,
     check_torch,
     check_version,
     is_older,
@@ -89,7 +93,7 @@ def test_parts_are_what_the_metadata_says():
     parts = {part["name"]: part for part in examine().parts}
     assert list(parts) == [
         *("tensorboard", "matplotlib", "lightning", "transformers", "accelerate"),
-        *("megatron-core", "torch-npu", "numpy"),
+        *("megatron-core", "torch-npu", "nvidia-ml-py", "numpy"),
     ]
     there = {distribution.name.lower().replace("_", "-") for distribution in metadata.distributions()}
     for name, part in parts.items():
@@ -184,6 +188,101 @@ def test_a_backend_that_works_but_is_switched_off_is_told(tmp_path):
     assert (on["state"], on["found"]) == ("ok", "torch_npu loaded")
 
 
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("raise OSError('libhccl.so: cannot open shared object file')", "OSError: libhccl.so"),
+        pytest.param("import no_such_part_of_cann", "no_such_part_of_cann", marks=pytest.mark.slow),
+        pytest.param(CRASH, "signal 11", marks=pytest.mark.slow),
+    ],
+)
+def test_where_a_backend_breaks_the_import_of_torch_the_doctor_says_so_and_looks_at_the_rest(
+    tmp_path, code, told
+):
+    install(tmp_path, "torch_npu", torch.__version__, entry_points=BACKEND, code=code)
+    done = doctor(tmp_path, "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    report = json.loads(done.stdout)
+    assert report["healthy"] is False
+    check = check_of(report, "torch")
+    assert (check["state"], told in check["found"]) == ("broken", True)
+    assert f"export {AUTOLOAD}=0" in check["remedy"]
+    assert "torch_npu" in check["remedy"]
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["devices"][0]["works"] is True
+    cann = check_of(report, "cann")
+    assert (cann["state"], "CANN is not" in cann["found"]) == ("note", True)
+    assert AUTOLOAD in cann["remedy"]
+
+
+TRAINING = """
+import sys, torch
+from torch import nn
+import gradsentinel
+from gradsentinel import DeviceHealthCallback, Sentinel, standard
+model = nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+callbacks = [*standard("runs"), DeviceHealthCallback()]
+batches = [torch.randn(8, 4) for _ in range(6)]
+batches[3][0, 0] = float("nan")
+with Sentinel(model, optimizer, callbacks=callbacks, run_dir="runs") as sentinel:
+    for batch in sentinel.steps(batches):
+        sentinel.backward(model(batch).square().mean())
+        sentinel.step()
+print([str(i.kind) for i in sentinel.incidents], "torch_npu" in sys.modules)
+"""
+
+
+def test_an_installation_without_cann_never_breaks_a_training(tmp_path):
+    install(tmp_path, "torch_npu", torch.__version__, entry_points=BACKEND, code=CRASH)
+    done = subprocess.run(  # noqa: S603 - ours
+        [sys.executable, "-c", TRAINING],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), AUTOLOAD: "0", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "['nonfinite_input'] False\n"), done.stderr
+
+
+def test_a_torch_npu_without_metadata_is_seen_and_not_judged_by_its_version(tmp_path):
+    (tmp_path / "torch_npu.py").write_text("raise SystemExit('torch_npu was imported')")
+    report = json.loads(doctor(tmp_path, "--json").stdout)
+    assert check_of(report, "torch_npu")["state"] == "ok"
+    assert "torch_npu unknown is installed" in check_of(report, "cann")["found"]
+    assert report["healthy"] is True
+
+
+def make_cann(folder, version, *, note="ascend_toolkit_install.info"):
+    home = folder / "Ascend" / "ascend-toolkit" / "latest"
+    (home / "x86_64-linux").mkdir(parents=True)
+    (home / "x86_64-linux" / note).write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\n")
+    (home.parent / "set_env.sh").write_text("")
+    return home
+
+
+def test_the_doctor_knows_which_cann_belongs_to_which_torch_npu(tmp_path):
+    install(tmp_path, "torch_npu", "2.9.0.post2", code="raise SystemExit('imported')")
+    home = make_cann(tmp_path, "8.5.0")
+    found = json.loads(doctor(tmp_path, "--json", ASCEND_TOOLKIT_HOME=str(home)).stdout)
+    cann = check_of(found, "cann")
+    assert cann["found"] == f"8.5.0 in {home}, but torch_npu 2.9.0.post2 was released with CANN 9.0.0"
+    assert cann["remedy"].startswith("install CANN 9.0.0")
+    silent = check_of(found, "silent check")
+    assert (silent["state"], "NPU_ASD_CONFIG is unset" in silent["found"]) == ("note", True)
+    assert "enable:true,with_checksum:true" in silent["remedy"]
+    switched_on = doctor(tmp_path, "--json", NPU_ASD_CONFIG="enable:true", HOME=str(tmp_path))
+    report = json.loads(switched_on.stdout)
+    assert check_of(report, "silent check")["state"] == "ok"
+    cann = check_of(report, "cann")  # in a usual place, but nobody has sourced its script
+    assert "environment is not set up" in cann["found"]
+    assert cann["remedy"].startswith(f"source {home.parent / 'set_env.sh'}")
+
+
 # -- judgements ----------------------------------------------------------------------------------------
 
 JUDGEMENTS = [
@@ -209,6 +308,22 @@ JUDGEMENTS = [
     (check_backends({"a": "", "torch_npu": "ImportError: x"}, "0"), State.NOTE, "set_env.sh"),
     (check_npu_version("2.9.1+cpu", "2.9.0.post2"), State.OK, ""),
     (check_npu_version("2.10.0", "2.1.0"), State.NOTE, "torch-npu==2.10.*"),
+    (check_npu_version("2.13.0", "2.9.0"), State.NOTE, "2.13.0 with CANN 9.2.0"),
+    (check_npu_version("2.9.1", "unknown"), State.OK, ""),
+    (check_cann("2.13.0", None), State.NOTE, "install CANN 9.2.0 with its driver and source its set_env.sh"),
+    (check_cann("9.9.9", None), State.NOTE, f"export {AUTOLOAD}=0"),
+    (check_cann("2.13.0", None, works=True), State.OK, ""),
+    (check_cann("2.13.0", Cann("/ascend", "9.2.0", active=True)), State.OK, ""),
+    (check_cann("2.13.0", Cann("/ascend", "9.2.0.RC1", active=True)), State.OK, ""),
+    (check_cann("2.13.0", Cann("/ascend", None, active=True)), State.OK, ""),
+    (check_cann("2.13.0", Cann("/ascend", "9.2.0", active=False)), State.NOTE, "source /ascend/set_env.sh"),
+    (check_cann("2.7.1.post2+git1", Cann("/a", "8.3.RC1", active=True)), State.NOTE, "install CANN 8.5.0"),
+    (check_silent_check("2.13.0", {}), State.NOTE, "NPU_ASD_CONFIG=enable:true"),
+    (check_silent_check("2.13.0", {"NPU_ASD_CONFIG": "enable:false"}), State.NOTE, "DeviceHealthCallback"),
+    (check_silent_check("2.13.0", {"NPU_ASD_CONFIG": "enable:true, with_checksum:true"}), State.OK, ""),
+    (check_health({"cpu", "npu"}, {}), State.NOTE, "npu-smi: comes with the Ascend driver"),
+    (check_health({"cpu", "cuda"}, {"npu-smi": True}), State.NOTE, "gradsentinel[nvml]"),
+    (check_health({"cuda"}, {"nvidia-ml-py": True}), State.OK, ""),
     (check_distributed(("gloo", "hccl")), State.OK, ""),
     (check_distributed(()), State.NOTE, "install"),
     (check_distributed(None), State.NOTE, "install"),
@@ -241,6 +356,9 @@ def test_what_is_not_installed_is_not_judged():
     assert check_backends({}, "0") is None
     assert check_npu_version("2.9.0", None) is None
     assert check_npu_version(None, "2.9.0") is None
+    assert check_cann(None, None) is None
+    assert check_silent_check(None, {}) is None
+    assert check_health({"cpu", "mps"}, {}) is None
 
 
 def test_the_directory_is_judged_by_writing_to_it(tmp_path):
@@ -308,3 +426,46 @@ def test_the_report_shows_what_is_broken_and_never_obeys_what_it_prints():
     ]
     assert [words for words in told if words not in text] == []
     assert json.loads(json.dumps(report.as_dict()))["healthy"] is False
+
+
+# -- CANN ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("note", "text", "version"),
+    [
+        ("ascend_toolkit_install.info", "package_name=x\nversion=8.3.RC1\narch=aarch64\n", "8.3.RC1"),
+        ("version.info", "Version=8.5.0\n", "8.5.0"),
+        ("version.cfg", "# version: 1.0\ntoolkit_running_version=[9.0.0:9.0.0]\n", "9.0.0"),
+        ("version.info", "nothing of the kind", None),
+    ],
+)
+def test_the_version_that_an_installation_states(tmp_path, note, text, version):
+    home = tmp_path / "latest"
+    home.mkdir()
+    (home / note).write_text(text)
+    assert find_cann({"ASCEND_TOOLKIT_HOME": str(home)}) == Cann(str(home), version, active=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("cann-9.2.0", "9.2.0"), ("8.0.RC3", "8.0.RC3"), ("8.3.RC1.alpha001", "8.3.RC1.alpha001"), ("x", None)],
+)
+def test_or_the_one_its_directory_is_named_after(tmp_path, name, version):
+    (tmp_path / name).mkdir()
+    (tmp_path / "latest").symlink_to(tmp_path / name)
+    assert find_cann({"ASCEND_HOME_PATH": str(tmp_path / "latest")}).version == version
+
+
+def test_a_variable_that_leads_nowhere_is_no_cann(tmp_path):
+    assert find_cann({"ASCEND_TOOLKIT_HOME": str(tmp_path / "gone")}) is None
+
+
+def test_the_table_of_releases():
+    assert len({release.torch_npu for release in RELEASES}) == len(RELEASES)
+    for one in RELEASES:
+        assert release(one.torch_npu)[:3] == release(one.torch)
+        assert cann_for(one.torch_npu) == cann_for(f"{one.torch_npu}+gitabc") == one.cann
+        assert one in releases_for(f"{one.torch}+cpu")
+    assert releases_for("2.99") == releases_for("unknown") == []
+    assert cann_for("2.1.0") is None

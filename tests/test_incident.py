@@ -144,7 +144,7 @@ def test_the_keys_are_those_that_are_documented():
 def test_the_kinds_and_outcomes_are_those_that_are_documented():
     kinds = (
         "nonfinite_loss nonfinite_input nonfinite_gradient nonfinite_parameter nonfinite_state saturation "
-        "magnitude spike stagnation rank_divergence loss_scale callback_error"
+        "magnitude spike stagnation rank_divergence loss_scale device_health callback_error"
     )
     assert {str(kind) for kind in Kind} == {*kinds.split(), "custom"}
     outcomes = "retried rescued skipped rolled_back aborted reported"

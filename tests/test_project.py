@@ -26,7 +26,7 @@ FRAMEWORKS = {"lightning", "pytorch_lightning", "transformers", "accelerate", "m
 OPTIONAL = {"tensorboard", "matplotlib", "numpy"}
 OUTER = {
     *("callbacks", "presets", "integrations", "diagnosis", "risks", "faults", "demo", "cli"),
-    "tensorboard_plugin",
+    *("tensorboard_plugin", "views"),
 }
 CORE_FOLDERS = {"again", "data", "devices", "measures", "ranks", "state"}
 NOT_CORE = OUTER | {"__init__", "__main__", "testing"}

@@ -1,8 +1,6 @@
 """The checksum that tells whether replicas hold the same bits, and who must hold the same."""
 
 import itertools
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsentinel.ranks import replicas
-from gradsentinel.ranks.replicas import checksum, checksums, combine, in_plain_format
+from gradsentinel.ranks.replicas import checksum, checksums, combine
 
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
 DTYPES = [
@@ -278,32 +276,3 @@ def test_parameters_that_change_places_change_the_total():
     sums = checksums([torch.randn(4) for _ in range(5)])
     orders = list(itertools.permutations(range(5)))
     assert len({int(combine(sums[list(order)])) for order in orders}) == len(orders)
-
-
-class OnNpu:
-    """As much of a tensor on an NPU as is looked at before its bits are read."""
-
-    device = SimpleNamespace(type="npu")
-
-    def __init__(self, number: int) -> None:
-        self.format = number
-
-
-@pytest.mark.parametrize("number", [0, 2, 3, 29])
-def test_on_an_npu_the_bits_of_the_plain_format_count(monkeypatch, number):
-    npu = SimpleNamespace(
-        get_npu_format=lambda values: values.format, npu_format_cast=lambda values, to: OnNpu(to)
-    )
-    monkeypatch.setitem(sys.modules, "torch_npu", npu)
-    values = OnNpu(number)
-    plain = in_plain_format(values)
-    assert plain.format in {0, 2}
-    assert (plain is values) == (number in {0, 2})
-    monkeypatch.delitem(sys.modules, "torch_npu")
-    assert in_plain_format(values) is values
-
-
-def test_elsewhere_nobody_asks_for_the_format(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_npu", None)
-    values = torch.ones(3)
-    assert in_plain_format(values) is values

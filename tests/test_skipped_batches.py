@@ -131,7 +131,25 @@ def test_a_spike_is_tried_again_in_the_next_epoch(tmp_path):
 
 
 def test_within_its_epoch_a_spike_is_left_out_after_a_rollback_to_before_it(tmp_path):
-    """The loop that goes on from the snapshot draws the same batches again."""
+    """The rollback draws the batches since the snapshot once more; in the next epoch it is tried again."""
+    watch = MagnitudeCallback(max_global_norm=1e3, action="rollback")
+    keep = Rollback(every=2, confirm_after=0, data="replay")
+    sentinel, model = sentinel_for(tmp_path, NanCallback(), watch, keep)
+    loader = batches(bad=[13], value=1e4)
+    ids = [batch["id"].tolist() for batch in loader]
+    with sentinel:
+        first = epoch(sentinel, model, loader)
+        assert first == [*ids[:4], ids[2], *ids[4:]]  # the fourth failed, and the third came once more
+        assert sentinel.data_position == {"epoch": 1, "batch": 0, "batches": 6}
+        assert sentinel.step_count == 5
+        assert not on_disk(tmp_path)[0]["for_good"]
+        second = epoch(sentinel, model, loader)
+    assert ids[3] in second
+    assert [incident.step for incident in sentinel.incidents] == [3, 8]
+
+
+def test_within_its_epoch_a_spike_is_left_out_after_a_restart_from_before_it(tmp_path):
+    """The process that goes on from the snapshot draws the same batches again."""
     watch = MagnitudeCallback(max_global_norm=1e3, action="skip")
     keep = Rollback(every=2, confirm_after=0, on_disk=3)
     loader = batches(bad=[9], value=1e4)

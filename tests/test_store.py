@@ -13,6 +13,7 @@ import torch
 
 from gradsentinel import Action, Incident, Kind, NanCallback, Skip, StoreError, TrainingAborted
 from gradsentinel.store import SCHEMA, EventFile, RunDirectory, read_incident, write_json
+from gradsentinel.wording import id_order
 from loops import Spoiler, build, finish, make_batches, train_watched
 
 
@@ -205,6 +206,23 @@ def test_an_incident_is_written_over_itself(run_dir):
     entry.recovery = "step dropped"
     directory.write_incident(entry)
     assert directory.read_incidents() == [entry]
+
+
+def test_ids_sort_by_step_and_number_not_by_letter():
+    ids = ["000007-spike-10", "1000000-spike", "000007-spike-2", "000007-spike", "000006-spike-3"]
+    wanted = ["000006-spike-3", "000007-spike", "000007-spike-2", "000007-spike-10", "1000000-spike"]
+    assert sorted(ids, key=id_order) == wanted
+
+
+def test_incidents_of_one_second_and_one_step_come_in_the_order_of_their_numbers(run_dir):
+    directory = RunDirectory(run_dir)
+    for _ in range(11):
+        name = directory.new_incident_id(7, "spike")
+        entry = incident(7, time="2026-01-31T08:15:00Z", iteration=7)
+        entry.id = name
+        directory.write_incident(entry)
+    read = [one.id for one in directory.read_incidents()]
+    assert read == ["000007-spike", *(f"000007-spike-{number}" for number in range(2, 12))]
 
 
 def test_an_id_is_never_taken_twice(run_dir):

@@ -517,7 +517,7 @@ class TestWalk:
             "module": torch.nn.Linear(1, 1),
         }
         assert [path for path, _ in tensors_in(batch)] == [
-            *("ids", "more[0][0]", "more[1][0]", "frozen.inputs", "frozen.more[0]"),
+            *("ids", "more[0].x", "more[1][0]", "frozen.inputs", "frozen.more[0]"),
             *("encoding.mask", "graph.edge_index", "set[0]", "deque[0]"),
         ]
         assert all(tensor is t for _, tensor in tensors_in(batch))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gradsentinel.callbacks import (
         BatchCallback,
         CrossRankCallback,
+        DeviceHealthCallback,
         Escalation,
         EventLog,
         GradientStatistics,
@@ -73,6 +74,7 @@ _HOMES = {
     "Responder": "gradsentinel.callback",
     "BatchCallback": "gradsentinel.callbacks",
     "CrossRankCallback": "gradsentinel.callbacks",
+    "DeviceHealthCallback": "gradsentinel.callbacks",
     "Resync": "gradsentinel.callbacks",
     "ConsensusError": "gradsentinel.errors",
     "Escalation": "gradsentinel.callbacks",
@@ -140,6 +142,7 @@ __all__ = [
     "ConsensusError",
     "CrossRankCallback",
     "Detector",
+    "DeviceHealthCallback",
     "Diagnosis",
     "DiagnosisEvent",
     "Escalation",

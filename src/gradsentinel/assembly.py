@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from gradsentinel.again.scene import Scene
 from gradsentinel.callback import Callback, Responder
+from gradsentinel.devices import device_of
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.guard import DeviceGuard, HostGuard
+from gradsentinel.guard import LAG, DeviceGuard, HostGuard
 from gradsentinel.host import Host, TorchHost
 from gradsentinel.inquiry import Diagnoser, Examiner
 from gradsentinel.ranks.blame import LocalGradients, judge_origin
@@ -31,10 +33,11 @@ from gradsentinel.watch import Watch
 logger = logging.getLogger("gradsentinel")
 
 
-def with_defaults(callbacks: Sequence[Callback] | None) -> list[Callback]:
-    """Add the callbacks that every run needs and that were not given."""
+def with_defaults(callbacks: Sequence[Callback] | None, device: torch.device | None = None) -> list[Callback]:
+    """Add the callbacks that every run needs and that were not given; some devices need one more."""
     from gradsentinel.callbacks.event_log import EventLog  # noqa: PLC0415 - the core does not depend on callbacks
     from gradsentinel.callbacks.nan import NanCallback  # noqa: PLC0415 - likewise
+    from gradsentinel.callbacks.saturation import SaturationCallback  # noqa: PLC0415 - likewise
     from gradsentinel.callbacks.skip import Skip  # noqa: PLC0415 - likewise
 
     if callbacks is None:
@@ -45,6 +48,14 @@ def with_defaults(callbacks: Sequence[Callback] | None) -> list[Callback]:
     full = list(callbacks)
     if not any(isinstance(callback, Callback) and _watches(callback) for callback in full):
         logger.warning("none of the callbacks detects anything: add NanCallback() to be protected")
+    if device is not None and device_of(device).saturates:
+        if not any(isinstance(callback, SaturationCallback) for callback in full):
+            full.append(SaturationCallback())
+        logger.warning(
+            "%s saturates: an overflow becomes the largest finite number and NaN becomes 0, so that no look "
+            "for NaN and Inf proves anything; the overflow flag and saturated values are looked at instead",
+            device,
+        )
     for default in (Skip, EventLog):
         if not any(isinstance(callback, default) for callback in full):
             full.append(default())
@@ -54,7 +65,8 @@ def with_defaults(callbacks: Sequence[Callback] | None) -> list[Callback]:
 def _watches(callback: Callback) -> bool:
     """True if the callback may return findings about a step."""
     methods = ("on_batch", "on_after_backward", "on_before_clip", "on_after_step")
-    return not isinstance(callback, Responder) and any(
+    judges = not isinstance(callback, Responder) and getattr(callback, "judges_steps", True)
+    return judges and any(
         getattr(type(callback), method) is not getattr(Callback, method) for method in methods
     )
 
@@ -153,7 +165,7 @@ def _watch_local(run: Run, host: HostOfRanks, parameters: Sequence[Tensor]) -> N
     run.local.first_peer = min(peers) if run.rank.rank in peers else None
 
 
-def make_guard(kind: str, host: TorchHost, watch: Watch, ema: Any, model: Any) -> HostGuard:
+def make_guard(kind: str, host: TorchHost, watch: Watch, ema: Any, model: Any, lag: int = LAG) -> HostGuard:
     """Return what makes the steps; raises ConfigurationError if it cannot be had for this loop."""
     if kind == "host":
         return HostGuard(host, watch, ema_updater(ema, model))
@@ -164,7 +176,7 @@ def make_guard(kind: str, host: TorchHost, watch: Watch, ema: Any, model: Any) -
             "ema= is updated after each applied step, which only the device knows under guard='device'; "
             "use guard='host'"
         )
-    return DeviceGuard(host, watch)
+    return DeviceGuard(host, watch, lag)
 
 
 def ema_updater(ema: Any, model: Any) -> Callable[[], None]:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from gradsentinel.callback import Callback, Comparer, Detector, Responder, check_callback, check_signature
+from gradsentinel.callback import (
+    Callback,
+    Comparer,
+    Detector,
+    Responder,
+    answers,
+    check_callback,
+    check_signature,
+)
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.events import METHODS, AfterBackward, Batch, BeforeClip, Event, IncidentEvent
@@ -90,6 +98,10 @@ class Bus:
         self._last_incident = -math.inf
         """The step of the last incident."""
         self._listeners: dict[type[Event], tuple[Listener, ...]] = dict.fromkeys(METHODS, ())
+        self._calm_ones: tuple[Detector, ...] | Literal["?"] | None = "?"
+        self._comparers: list[Comparer] = []
+        self._checkers: list[Callback] = []
+        """Those who say after which steps their findings may not wait."""
         for callback in callbacks:
             self.add(callback)
 
@@ -104,6 +116,10 @@ class Bus:
         if any(callback is known for known in self.callbacks):
             raise ConfigurationError(f"the same {type(callback).__name__} is in the list twice")
         self.callbacks.append(callback)
+        if isinstance(callback, Comparer):
+            self._comparers.append(callback)
+        if type(callback).checks_after_step is not Callback.checks_after_step:
+            self._checkers.append(callback)
         slot = self._new_slot(type(callback).__name__)
         self._names[id(callback)] = self.slot_names[slot]
         for event, method in METHODS.items():
@@ -134,6 +150,10 @@ class Bus:
         self._append(event, listener)
         return Handle(lambda: self._remove(event, listener))
 
+    def listeners(self) -> list[Listener]:
+        """Return who hears anything, in order of the events."""
+        return [listener for heard in self._listeners.values() for listener in heard]
+
     def hears(self, event: type[Event]) -> bool:
         """Return True if anybody listens; ask before building an event."""
         return bool(self._listeners[event])
@@ -141,6 +161,19 @@ class Bus:
     def has_functions(self, event: type[Event]) -> bool:
         """Return True if a plain function listens, which other ranks may not have."""
         return any(listener.slot == 0 for listener in self._listeners[event])
+
+    def calm_ones(self) -> tuple[Detector, ...] | None:
+        """Return who looks at gradients, if each of them can say when it need not; else None."""
+        if self._calm_ones == "?":
+            owners = {
+                id(listener.owner): listener.owner
+                for event in (AfterBackward, BeforeClip)
+                for listener in self._listeners[event]
+                if listener.alive
+            }.values()
+            able = all(isinstance(owner, Detector) and answers(owner) for owner in owners)
+            self._calm_ones = cast("tuple[Detector, ...]", tuple(owners)) if able else None
+        return self._calm_ones
 
     def emit(self, event: Event) -> list[Filed]:
         """Deliver an event in order of registration and return the findings that came back."""
@@ -192,7 +225,7 @@ class Bus:
         """
         return any(
             self._checks(callback, step)
-            for callback in self.callbacks
+            for callback in self._checkers
             if isinstance(callback, Responder) or not responders_only
         )
 
@@ -213,7 +246,7 @@ class Bus:
 
     def comparers(self) -> list[Comparer]:
         """Return the callbacks that compare ranks, switched-off ones too: all ranks need one list."""
-        return [callback for callback in self.callbacks if isinstance(callback, Comparer)]
+        return self._comparers
 
     def ask(self, callback: Callback, question: Callable[[], Any], step: int, where: str) -> Any:
         """Return a callback's answer to anything but an event, under the same error policy.
@@ -229,6 +262,20 @@ class Bus:
         except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit
             self._switch_off(self._listener(callback, question), error, step, where)
             return None
+
+    def states(self, step: int) -> dict[str, dict[str, Any]]:
+        """Return what each callback must remember, by its name."""
+        return {
+            self.name_of(callback): self.ask(callback, callback.state_dict, step, "state_dict") or {}
+            for callback in self.callbacks
+        }
+
+    def take_states(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Hand back what `states` returned; callbacks that are not there any more are left out."""
+        for callback in self.callbacks:
+            mine = states.get(self.name_of(callback))
+            if mine:
+                callback.load_state_dict(mine)
 
     def file(self, callback: Callback, found: Any, step: int) -> list[Filed]:
         """Return findings that a callback gave outside an event, filed under its slot."""
@@ -255,6 +302,7 @@ class Bus:
 
     def _switch_off(self, listener: Listener, error: Exception, step: int, where: str) -> None:
         self._off.add(id(listener.owner))
+        self._calm_ones = "?"
         for listeners in self._listeners.values():
             for other in listeners:
                 if other.owner is listener.owner:
@@ -277,9 +325,22 @@ class Bus:
 
     def _append(self, event: type[Event], listener: Listener) -> None:
         self._listeners[event] = (*self._listeners[event], listener)
+        self._calm_ones = "?"
 
     def _remove(self, event: type[Event], listener: Listener) -> None:
         self._listeners[event] = tuple(known for known in self._listeners[event] if known is not listener)
+        self._calm_ones = "?"
+
+
+def failure_of(listener: Listener, error: Exception, step: int) -> Filed:
+    """Return a callback's failure as a finding of its own slot, so that all ranks hear of it."""
+    finding = Finding(
+        kind=Kind.CALLBACK_ERROR,
+        action=Action.WARN,
+        value=torch.tensor(True),
+        message=f"{listener.name} raised {type(error).__name__}: {error}; the run goes on without it",
+    )
+    return Filed(listener.slot, step, finding, listener.name)
 
 
 def _flaw(value: Any, limit: Any, action: Any) -> str | None:

@@ -98,6 +98,20 @@ class Detector(Callback):
         """
         return None
 
+    def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool | None:
+        """Return True if this global norm and these losses of a step say that it would find nothing in it.
+
+        None if, with its settings, they never say enough; then nobody is asked any more. The numbers are
+        finite, and read by the host anyway; no other rank is concerned.
+
+        If every detector says True, none of them hears that step's `on_before_clip`, nor the
+        `on_after_backward` of its last micro-batch; what they found in that of the others is dropped. Else
+        all of them hear both, the second one later than usual. A subclass that listens to these events in its
+        own way is asked only if it has a `calm` of its own.
+        """
+        del step, norm, losses
+        return None
+
 
 class Comparer(Detector):
     """A detector whose numbers must be the same on all ranks of a group; the watch does the comparing.
@@ -160,6 +174,11 @@ class Responder(Callback):
     place: ClassVar[int] = 0
     """Of the responders on one rung the one with the lower number is asked first, then as in the list."""
 
+    @property
+    def replays_data(self) -> bool:
+        """True if it may go back in the data; then `Sentinel.steps` has to draw it."""
+        return False
+
     def escalates(self, incident: Incident, run: Run) -> bool | Action:
         """Return True to take this incident over from the cheaper rungs below, or the rung to begin with."""
         del incident, run
@@ -200,6 +219,24 @@ def check_every(steps: int, detector: D, *, attention_steps: int = 20) -> D:
     _check_interval(steps, attention_steps)
     detector.check_interval, detector.attention_steps = steps, attention_steps
     return detector
+
+
+def answers(callback: Callback) -> bool:
+    """Return True if `calm` speaks for what the callback would do in the events that it replaces.
+
+    Not for a subclass that looks at them in another way and has no answer of its own.
+    """
+    if not isinstance(callback, Detector):
+        return False
+    order = type(callback).__mro__
+
+    def place(name: str) -> int:
+        return next(index for index, kind in enumerate(order) if name in vars(kind))
+
+    answer = place("calm")
+    return answer < order.index(Detector) and all(
+        answer <= place(name) for name in ("on_after_backward", "on_before_clip")
+    )
 
 
 def _check_interval(steps: Any, attention_steps: Any) -> None:

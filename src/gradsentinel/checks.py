@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from gradsentinel.cann import Cann, cann_for, releases_for
 from gradsentinel.wording import size_of
 
+SILENT_CHECK = "NPU_ASD_CONFIG"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _ESSENTIAL = {"torch": "2.6", "safetensors": "0.4.3"}
 _LITTLE_DISK = 1 << 30  # bytes
@@ -88,13 +90,22 @@ def check_version(name: str, version: str | None) -> Check:
     )
 
 
-def check_torch(version: str | None, problem: str) -> Check:
-    """Judge torch: its version, and whether it could be imported (`problem` says why not)."""
+def check_torch(version: str | None, problem: str, backend: str = "") -> Check:
+    """Judge torch: its version, and whether it could be imported.
+
+    Args:
+        version: that of torch; None if it is not installed.
+        problem: why `import torch` fails, empty if it does not.
+        backend: the device backend that makes it fail, if it is one.
+    """
     if not problem or version is None:
         return check_version("torch", version)
     remedy = "reinstall torch"
-    if AUTOLOAD in problem:
-        remedy = f"export {AUTOLOAD}=0, or set up the driver of that backend (Ascend: source set_env.sh)"
+    if backend or AUTOLOAD in problem:
+        remedy = (
+            f"export {AUTOLOAD}=0, or set up the driver of {backend or 'that backend'} "
+            "(Ascend: install CANN and source its set_env.sh)"
+        )
     return Check(
         name="torch",
         state=State.BROKEN,
@@ -158,14 +169,95 @@ def check_npu_version(torch_version: str | None, npu_version: str | None) -> Che
     if torch_version is None or npu_version is None:
         return None
     mine, theirs = release(torch_version)[:2], release(npu_version)[:2]
-    if mine == theirs:
+    if mine == theirs or not theirs:
         return Check(name="torch_npu", state=State.OK, found=f"{npu_version} for torch {torch_version}")
     wanted = ".".join(map(str, mine))
+    known = ", ".join(f"{one.torch_npu} with CANN {one.cann}" for one in releases_for(torch_version)[:3])
     return Check(
         name="torch_npu",
         state=State.NOTE,
         found=f"{npu_version} was not made for torch {torch_version}",
-        remedy=f"pip install 'torch-npu=={wanted}.*', or the torch of torch_npu's version",
+        remedy=f"pip install 'torch-npu=={wanted}.*', or the torch of torch_npu's version"
+        + (f"; for this torch: {known}" if known else ""),
+    )
+
+
+def check_cann(npu_version: str | None, cann: Cann | None, *, works: bool = False) -> Check | None:
+    """Judge whether torch_npu will find the CANN it needs; None if torch_npu is not installed.
+
+    `works` says that it has found one: devices are there.
+    """
+    if npu_version is None:
+        return None
+    if works and (cann is None or not cann.active):
+        return Check(name="cann", state=State.OK, found="torch_npu has found it, in an unusual place")
+    wanted = cann_for(npu_version)
+    needed = f"CANN {wanted}" if wanted else "CANN"
+    if cann is None:
+        return Check(
+            name="cann",
+            state=State.NOTE,
+            found=f"torch_npu {npu_version} is installed, CANN is not: torch_npu cannot be loaded",
+            remedy=f"install {needed} with its driver and source its set_env.sh; until then export "
+            f"{AUTOLOAD}=0, or `import torch` fails. GradSentinel needs neither",
+        )
+    found = f"{cann.version or 'unknown version'} in {cann.home}"
+    if not cann.active:
+        return Check(
+            name="cann",
+            state=State.NOTE,
+            found=f"{found}, but its environment is not set up",
+            remedy=f"source {cann.script}; without it torch_npu cannot be loaded",
+        )
+    if wanted and cann.version and release(cann.version)[:2] != release(wanted)[:2]:
+        return Check(
+            name="cann",
+            state=State.NOTE,
+            found=f"{found}, but torch_npu {npu_version} was released with CANN {wanted}",
+            remedy=f"install CANN {wanted}, or the torch_npu of CANN {cann.version} (table: docs/npu.md)",
+        )
+    return Check(name="cann", state=State.OK, found=found)
+
+
+def check_silent_check(npu_version: str | None, environment: Mapping[str, str]) -> Check | None:
+    """Tell whether torch_npu looks for silent errors by itself; None if it is not installed."""
+    if npu_version is None:
+        return None
+    stated = environment.get(SILENT_CHECK, "")
+    if "enable:true" in stated.replace(" ", "").lower():
+        return Check(name="silent check", state=State.OK, found=f"{SILENT_CHECK}={stated}")
+    return Check(
+        name="silent check",
+        state=State.NOTE,
+        found=f"torch_npu's own look for silent errors is off: {SILENT_CHECK} is {stated or 'unset'}",
+        remedy=f"export {SILENT_CHECK}=enable:true,with_checksum:true before the start. It compares "
+        "gradients in bf16 and fp32 with their past and only logs; DeviceHealthCallback makes incidents of "
+        "its warnings. It takes up to 1.5 GiB of device memory, and more than 2% of a small model's time",
+    )
+
+
+def check_health(kinds: set[str], tools: Mapping[str, bool]) -> Check | None:
+    """Tell whether the cards can be asked for their health; None if there are none.
+
+    Args:
+        kinds: of devices that torch sees.
+        tools: what is there: "npu-smi", "nvidia-ml-py".
+    """
+    needed = {
+        "npu": ("npu-smi", "comes with the Ascend driver; put it on the PATH of this user or container")
+    }
+    needed["cuda"] = ("nvidia-ml-py", "pip install 'gradsentinel[nvml]'")
+    asked = {kind: tool for kind, tool in needed.items() if kind in kinds}
+    if not asked:
+        return None
+    missing = [f"{tool}: {how}" for tool, how in asked.values() if not tools.get(tool)]
+    if not missing:
+        return Check(name="health", state=State.OK, found=", ".join(tool for tool, _ in asked.values()))
+    return Check(
+        name="health",
+        state=State.NOTE,
+        found="DeviceHealthCallback cannot ask the cards for temperature, power and memory errors",
+        remedy="; ".join(missing),
     )
 
 

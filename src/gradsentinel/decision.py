@@ -67,6 +67,7 @@ class Kind(str, Enum):
     STAGNATION = "stagnation"
     RANK_DIVERGENCE = "rank_divergence"
     LOSS_SCALE = "loss_scale"
+    DEVICE_HEALTH = "device_health"
     CALLBACK_ERROR = "callback_error"
     CUSTOM = "custom"
 
@@ -103,3 +104,5 @@ class Decision:
     loss_scale: float | None = None
     scaler_skips: bool = False
     """True when the loss scaler is going to drop this step by itself."""
+    glanced: bool = False
+    """True when the norm and the losses said enough, and nobody has looked at the gradients themselves."""

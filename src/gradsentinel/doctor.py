@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -19,18 +20,22 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsentinel._version import __version__
+from gradsentinel.cann import find_cann, find_npu_smi
 from gradsentinel.checks import (
     AUTOLOAD,
     Check,
     Device,
     State,
     check_backends,
+    check_cann,
     check_determinism,
     check_devices,
     check_directory,
     check_distributed,
     check_encoding,
+    check_health,
     check_npu_version,
+    check_silent_check,
     check_torch,
     check_version,
     is_older,
@@ -89,6 +94,7 @@ PARTS = (
     Part(names=("accelerate",), purpose="Hugging Face runs", minimum="1.10", install=_extra("huggingface")),
     Part(names=("megatron-core",), purpose="Megatron runs", minimum="0.10", install=_extra("megatron")),
     Part(names=("torch-npu",), purpose="Ascend NPUs", minimum="2.6", install=_extra("npu")),
+    Part(names=("nvidia-ml-py",), purpose="health of CUDA cards", minimum="12.535", install=_extra("nvml")),
     Part(
         names=("numpy",),
         purpose="NumPy's random state in snapshots",
@@ -144,20 +150,32 @@ class Report:
 
 def examine() -> Report:
     """Look at this machine, this interpreter and the current directory; trains and changes nothing."""
-    torch, problem = _import_torch()
+    backends, autoload = _backends(), os.environ.get(AUTOLOAD, "1")
+    failing = next((name for name, problem in backends.items() if problem), "")
+    broken = failing if autoload == "1" else ""
+    # Without the backend that makes the import fail there is still something to be said of torch.
+    torch, problem = _import_torch(autoload="0" if broken else autoload)
     parts = tuple(part.as_dict() for part in PARTS)
     devices = tuple(_devices(torch))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         devices += tuple(_accelerators(torch)) if torch is not None else ()
+    kinds = {device.name.partition(":")[0] for device in devices}
+    torch_npu = _torch_npu_version()
     checks = [
-        check_torch(_torch_version(torch), problem),
+        check_torch(_torch_version(torch), problem or (backends[broken] if broken else ""), broken),
         check_version("safetensors", installed("safetensors")),
         check_devices(devices, [str(entry.message) for entry in caught]),
-        check_backends({} if torch is None else _backends(), os.environ.get(AUTOLOAD, "1")),
-        check_npu_version(_torch_version(torch), installed("torch-npu")),
+        check_backends({} if torch is None or broken else backends, autoload),
+        check_npu_version(_torch_version(torch), torch_npu),
+        check_cann(torch_npu, find_cann(os.environ), works="npu" in kinds),
+        check_silent_check(torch_npu, os.environ),
         check_distributed(_distributed_backends(torch)) if torch is not None else None,
-        check_determinism({device.name.partition(":")[0] for device in devices}, os.environ),
+        check_determinism(kinds, os.environ),
+        check_health(
+            kinds,
+            {"npu-smi": find_npu_smi() is not None, "nvidia-ml-py": installed("nvidia-ml-py") is not None},
+        ),
         check_directory("."),
         check_encoding(getattr(sys.stdout, "encoding", None)),
     ]
@@ -187,12 +205,31 @@ def installed(name: str) -> str | None:
         return None
 
 
-def _import_torch() -> tuple[ModuleType | None, str]:
+def _import_torch(*, autoload: str) -> tuple[ModuleType | None, str]:
+    before = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = autoload
     try:
         import torch  # noqa: PLC0415 - that it may fail is the point
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return None, f"{type(error).__name__}: {error}"
+    finally:
+        if before is None:
+            del os.environ[AUTOLOAD]
+        else:
+            os.environ[AUTOLOAD] = before
     return torch, ""
+
+
+def _torch_npu_version() -> str | None:
+    """Return the version of torch_npu; "unknown" for one that was put on the path without its metadata."""
+    found = installed("torch-npu")
+    if found is not None:
+        return found
+    try:
+        there = importlib.util.find_spec("torch_npu") is not None
+    except ValueError:  # something of that name is loaded that came from no file
+        there = True
+    return "unknown" if there else None
 
 
 def _torch_version(torch: ModuleType | None) -> str | None:
@@ -236,13 +273,14 @@ def _look_at(torch: ModuleType, module: Any, name: str, index: int) -> Device:
 def _backends() -> dict[str, str]:
     """What is wrong with each backend that `import torch` would load, empty if nothing."""
     names = sorted({entry.name for entry in metadata.entry_points(group="torch.backends")})
-    if not names or os.environ.get(AUTOLOAD, "1") == "1":
-        return dict.fromkeys(names, "")  # torch is imported, and they with it
-    # In a process of its own: an import that fails halfway would leave its mark on this one.
+    if not names:
+        return {}
+    # In a process of its own: an import that fails halfway would leave its mark on this one, or end it.
     try:
         trial = subprocess.run(
             [sys.executable, "-c", "import torch"],
             env={**os.environ, AUTOLOAD: "1"},
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
@@ -251,8 +289,11 @@ def _backends() -> dict[str, str]:
         )
     except subprocess.TimeoutExpired:
         return dict.fromkeys(names, f"importing it took more than {_PATIENCE} s")
-    lines = [line for line in trial.stderr.splitlines() if line and not line[0].isspace()]
-    return dict.fromkeys(names, "" if trial.returncode == 0 else _cause_in(lines))
+    if trial.returncode == 0:
+        return dict.fromkeys(names, "")
+    if trial.returncode < 0:
+        return dict.fromkeys(names, f"importing it ended the process with signal {-trial.returncode}")
+    return dict.fromkeys(names, _cause_in([x for x in trial.stderr.splitlines() if x and not x[0].isspace()]))
 
 
 def _cause_in(lines: list[str]) -> str:

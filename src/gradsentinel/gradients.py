@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from gradsentinel.evidence import TensorEvidence
+from gradsentinel.measures.fusing import Group, groups_of, multiply_
 from gradsentinel.measures.inspection import inspect_tensor, local, readable, values_of
 from gradsentinel.measures.norms import (
     full,
@@ -43,17 +43,6 @@ class _Sorted:
     """True if all of them are dense, of a common type and no subclass: then nothing needs a second look."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Gradients of one device and dtype, and their positions."""
-
-    gradients: list[Tensor]
-    indices: Sequence[int]
-    device: torch.device
-    fused: bool
-    """True if one launch can take all of them."""
-
-
 class GradientView:
     """Names, norms and flags of the gradients of one moment, each computed at most once.
 
@@ -70,10 +59,17 @@ class GradientView:
         self.origin: Callable[[], frozenset[str]] | None = None
         """Where the loop clipped before anybody could look: the parameters that were bad before that."""
         self.norm_type = float(norm_type)
+        self.clip_at: float | None = None
+        """The bound of the clip, where the host is to know its factor: then that travels with the norm."""
+        self._clip_factor: Tensor | None = None
+        self.known_factor: float | None = None
+        """The factor of that clip as the device has computed it and the host has read it."""
         self.alarm: Tensor | None = None
         """0-dim bool: if set before it is computed, a true one makes the total norm infinite on all ranks."""
         self._sizes: list[int] | None = None
         """Numbers of elements, once the gradients themselves are gone."""
+        self._kept: list[tuple[Sequence[int] | None, Tensor]] = []
+        """What the total norm was made of."""
 
     @cached_property
     def _sorted_out(self) -> _Sorted:
@@ -113,6 +109,11 @@ class GradientView:
         return tuple(self._sorted_out.names)
 
     @property
+    def replicated(self) -> tuple[str, ...]:
+        """Names of those that data-parallel replicas hold as a whole: not of an optimizer's shards."""
+        return self.names
+
+    @property
     def gradients(self) -> tuple[Tensor, ...]:
         """The gradients themselves, in the order of `names`; do not write to them. Empty after `retire`."""
         return () if self.retired else tuple(self._sorted_out.gradients)
@@ -148,7 +149,9 @@ class GradientView:
         """
         if not len(self):
             return torch.tensor(0.0)
+        self._kept.clear()
         if self._alike:
+            self._kept.append((None, self._stacked))
             with torch.no_grad():
                 total: Tensor = torch.linalg.vector_norm(self._stacked, self.norm_type)
             return total
@@ -156,18 +159,21 @@ class GradientView:
         if alarm is not None and is_distributed(norms[0]):
             norms[0] = raised(norms[0], alarm)
         first = self._sorted_out.gradients[0].device
-        by_mesh: dict[Any, list[Tensor]] = {}
-        for norm in norms:
-            by_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(norm)
+        by_mesh: dict[Any, list[int]] = {}
+        for position, norm in enumerate(norms):
+            by_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(position)
         with torch.no_grad():
-            if len(by_mesh) > 1:  # torch cannot stack these: one reduction for each mesh, then their norm
-                norms = [full(self._joined(members, first)) for members in by_mesh.values()]
-            return full(self._joined(norms, first))
-
-    def _joined(self, norms: Sequence[Tensor], device: torch.device) -> Tensor:
-        stack = torch.stack([norm.to(device) for norm in norms])
-        joined: Tensor = torch.linalg.vector_norm(stack, self.norm_type)
-        return joined
+            parts = []
+            for positions in by_mesh.values():  # torch cannot stack those of several meshes
+                stack = torch.stack([norms[position].to(first) for position in positions])
+                self._kept.append(([self._clip_order[position] for position in positions], stack))
+                parts.append(full(torch.linalg.vector_norm(stack, self.norm_type)))
+            if len(parts) == 1:
+                return parts[0]
+            whole: Tensor = torch.linalg.vector_norm(
+                torch.stack([p.to(first) for p in parts]), self.norm_type
+            )
+            return full(whole)
 
     @cached_property
     def total_norm(self) -> Tensor:
@@ -177,11 +183,21 @@ class GradientView:
         """
         return self._total(self.alarm)
 
+    @property
+    def measured(self) -> tuple[list[str], list[tuple[Sequence[int] | None, Tensor]]]:
+        """Names, and norms that were computed anyway, with the names' positions (None: all, in order).
+
+        No norms are there before `total_norm` or `norms` was asked for. Nothing is computed or read.
+        """
+        if not self._kept and "norms" in self.__dict__ and len(self):
+            self._kept.append((None, self.norms))
+        return self._sorted_out.names, self._kept
+
     def calm(self) -> None:
         """Take the alarm back: write the true norm into `total_norm`; called on every rank, no wait."""
         if self.alarm is not None:
             self.total_norm.copy_(self._total())
-            self.alarm = None
+            self.alarm = self.clip_at = None  # a factor that has been read is not that of the true norm
 
     def retire(self) -> None:
         """Let go of the gradients, and keep names, sizes and norms to be read later; no wait."""
@@ -194,6 +210,12 @@ class GradientView:
             self._source = ()
             for cached in ("_groups", "_clip_order"):
                 self.__dict__.pop(cached, None)
+
+    def let_go(self) -> None:
+        """Let go of the gradients and of all else, where nobody has seen the view."""
+        self._source, self._sizes = (), []
+        for cached in ("_sorted_out", "_groups", "_clip_order", "_norms", "_stacked"):
+            self.__dict__.pop(cached, None)
 
     @property
     def retired(self) -> bool:
@@ -295,54 +317,43 @@ class GradientView:
         The same arithmetic as `torch.nn.utils.clip_grads_with_norm_`; `total_norm` replaces the
         norm of the view, as when that overflowed although every gradient is finite. `known_norm` is the
         norm of the view as the host has read it: where that is well within the bound, the factor is 1 in
-        any arithmetic, and nothing is launched to multiply with it.
+        any arithmetic, and nothing is launched to multiply with it. Nor is it where `known_factor` is 1.
         """
         if not len(self):
             return
         if total_norm is None and known_norm is not None and known_norm <= _WELL_WITHIN * max_norm - 1e-6:
+            return
+        known = self.known_factor if total_norm is None and max_norm == self.clip_at else None
+        if known == 1.0:
             return
         if isinstance(total_norm, float):
             scale = torch.tensor(min(max_norm / (total_norm + 1e-6), 1.0), dtype=torch.float64)
             for gradient in self._sorted_out.gradients:
                 scale_(local(gradient), scale)
             return
-        norm = self.total_norm if total_norm is None else full(total_norm)
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = self.clip_factor(max_norm, total_norm)
         for group in self._groups:  # the norm is known to all: each scales its shard
-            gradients = group.gradients
+            gradients = group.tensors
             if not self._sorted_out.ordinary:
                 gradients = [local(gradient) for gradient in gradients]
-            device = gradients[0].device
-            factor = coefficient.to(device)
-            if group.fused or fused(gradients, device):
-                torch._foreach_mul_(gradients, factor)
-            else:
-                for gradient in gradients:
-                    scale_(gradient, factor)
+            multiply_(gradients, factor, known=known, one_launch=group.fused)
+
+    @torch.no_grad()
+    def clip_factor(self, max_norm: float, total_norm: Tensor | None = None) -> Tensor:
+        """Return what clipping multiplies by, 0-dim, as torch computes it; no wait."""
+        travels = total_norm is None and max_norm == self.clip_at
+        if travels and self._clip_factor is not None:
+            return self._clip_factor
+        norm = self.total_norm if total_norm is None else full(total_norm)
+        factor: Tensor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if travels:
+            self._clip_factor = factor
+        return factor
 
     @cached_property
-    def _groups(self) -> list[_Group]:
+    def _groups(self) -> list[Group]:
         """Gradients and their positions by device and dtype, in torch's own order; distributed ones apart."""
-        gradients = self._sorted_out.gradients
-        if not gradients:
-            return []
-        grouped = _group_tensors_by_device_and_dtype([gradients], with_indices=True)  # type: ignore[list-item]
-        groups: list[_Group] = []
-        ordinary = self._sorted_out.ordinary
-        for lists, indices in grouped.values():
-            if ordinary:
-                members = cast(list[Tensor], lists[0])  # none of them is None
-                device = members[0].device
-                one_launch = _has_foreach_support(members[:1], device)  # they are of one class
-                groups.append(_Group(members, indices, device, one_launch))
-                continue
-            for distributed in (False, True):
-                chosen = [index for index in indices if is_distributed(gradients[index]) is distributed]
-                if chosen:
-                    tensors = [gradients[index] for index in chosen]
-                    device = tensors[0].device
-                    groups.append(_Group(tensors, chosen, device, fused(tensors, device)))
-        return groups
+        return groups_of(self._sorted_out.gradients, ordinary=self._sorted_out.ordinary)
 
     @torch.no_grad()
     def _reduce(self, order: float, *, shard: bool = False) -> list[Tensor]:
@@ -351,7 +362,7 @@ class GradientView:
             raise RuntimeError("these gradients are gone; measure them in the event that carries them")
         result: list[Tensor | None] = [None] * len(self)
         for group in self._groups:
-            tensors = group.gradients
+            tensors = group.tensors
             ordinary = self._sorted_out.ordinary
             if shard and not ordinary:
                 tensors = [local(gradient) for gradient in tensors]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsentinel.decision import Action, Decision
+from gradsentinel.devices import device_of
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.host import TorchHost
 from gradsentinel.measures.mailbox import Letter, Mailbox
@@ -24,7 +25,13 @@ from gradsentinel.watch import Watch
 logger = logging.getLogger("gradsentinel")
 
 LAG = 2
-"""A step is settled so many steps later: its numbers have long arrived, and the host has not waited."""
+"""A step is settled so many steps later, if nothing else is said: its numbers have long arrived, and the host
+has not waited. What is kept of a step until then (numbers, names, references to its batches) is kept of so
+many steps and one."""
+
+
+_MOST_LAG = 16
+"""The norms of earlier steps are kept for an incident that is handled so many steps later."""
 
 
 class HostGuard:
@@ -37,6 +44,7 @@ class HostGuard:
         self.host = host
         self.watch = watch
         self._update_average = update_average
+        self._device = device_of(host.device)
 
     def step(
         self, optimizers: Sequence[Optimizer], *, max_norm: float | None, norm_type: float
@@ -48,6 +56,7 @@ class HostGuard:
         host, watch = self.host, self.watch
         scale, overflow = host.unscale(optimizers)
         view = host.gradients(optimizers, norm_type=norm_type)
+        view.clip_at = max_norm if self._device.takes_host_factors else None
         try:
             decision = watch.before_clip(view, optimizers=optimizers, loss_scale=scale, overflow=overflow)
         except TrainingAborted:
@@ -60,7 +69,8 @@ class HostGuard:
                 decision, norm = watch.look_again(decision, view), view.total_norm
             if max_norm is not None:
                 view.clip_(max_norm, total_norm=decision.safe_norm, known_norm=decision.grad_norm)
-            view.retire()  # so that the gradients are gone when they are cleared, not when this returns
+            # So that the gradients are gone when they are cleared, not when this returns.
+            (view.let_go if decision.glanced else view.retire)()
             host.apply(optimizers, overflow=decision.scaler_skips)
         host.finish(optimizers, advance=decision.apply)
         if decision.apply and not decision.scaler_skips:
@@ -97,6 +107,7 @@ class DeviceGuard(HostGuard):
     are put back by a select on the device, and the LR schedulers are set right when the host hears of it
     (until then they are one step ahead). The host's own guard makes the steps on which a snapshot or a
     comparison of the ranks is due, and the first ones of an optimizer that has yet to make its state.
+    `lag` says how many steps later, and bounds what is kept of steps until then.
 
     Raises:
         ConfigurationError: if the optimizers or what belongs to them cannot be dropped on the device.
@@ -104,8 +115,11 @@ class DeviceGuard(HostGuard):
 
     knows = False
 
-    def __init__(self, host: TorchHost, watch: Watch) -> None:
+    def __init__(self, host: TorchHost, watch: Watch, lag: int = LAG) -> None:
         super().__init__(host, watch, lambda: None)
+        if not 1 <= lag <= _MOST_LAG:
+            raise ConfigurationError(f"lag={lag}: a step can be settled 1 to {_MOST_LAG} steps later")
+        self._lag = lag
         self._flights: deque[_Flight] = deque()
         self._mailbox = Mailbox(host.device)
         self._checked = -1
@@ -148,7 +162,7 @@ class DeviceGuard(HostGuard):
         self._flights.append(
             _Flight(submitted, letter, rates, pace, optimizers, clipped=max_norm is not None)
         )
-        self._settle(keep=LAG)
+        self._settle(keep=self._lag)
         return norm, None
 
     def drain(self) -> Decision | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from gradsentinel import schedules
 from gradsentinel.again.backward import Reduction
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.gradients import GradientView
-from gradsentinel.ranks.wrappers import ddp_ignores, fsdp_meshes
+from gradsentinel.ranks.wrappers import ddp_ignores, find_ddp, fsdp_meshes
 from gradsentinel.state.optimizer_state import Keep, capture_optimizer, named_moments, prepare_optimizers
 from gradsentinel.wording import plain_name
 
@@ -123,16 +124,22 @@ class TorchHost:
         self, optimizers: Sequence[Optimizer] | None = None, *, norm_type: float = 2.0
     ) -> GradientView:
         """Return the view of the present gradients, of all parameters or of some optimizers' only."""
+        return GradientView(self._present(optimizers), norm_type=norm_type)
+
+    def _present(self, optimizers: Sequence[Optimizer] | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients that there are; nothing is looked at before the first one is asked for."""
         named = self.named_parameters()
         if optimizers is not None and len(optimizers) < len(self.optimizers):
             mine = {
                 id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
             }
             named = ((name, parameter) for name, parameter in named if id(parameter) in mine)
-        return GradientView(
-            ((name, gradient) for name, p in named if (gradient := gradient_of(p)) is not None),
-            norm_type=norm_type,
-        )
+        for name, parameter in named:
+            gradient = parameter.grad  # nearly always; then there is no need to ask `gradient_of`
+            if gradient is None:
+                gradient = gradient_of(parameter)
+            if gradient is not None:
+                yield name, gradient
 
     def data_parallel_group(self, name: str) -> Any:
         """Return the process group over which DDP keeps a parameter alike, or None if DDP does not."""
@@ -307,12 +314,8 @@ class TorchHost:
         return closure is not None and closure.default is inspect.Parameter.empty
 
     def _current_signature(self) -> tuple[int, ...]:
-        return tuple(
-            id(p)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        return tuple(map(id, groups[0] if len(groups) == 1 else chain.from_iterable(groups)))
 
     def _refresh(self) -> None:
         """Read the names again: at start, and when an optimizer got a parameter it did not have."""
@@ -378,16 +381,6 @@ def _unwrap(module: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return module
         module = inner
-
-
-def find_ddp(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """Return the DDP wrapper in a stack of wrappers, or None."""
-    while not isinstance(module, nn.parallel.DistributedDataParallel):
-        inner = getattr(module, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        module = inner
-    return module
 
 
 def _sequence(value: Any) -> tuple[Any, ...]:

@@ -109,6 +109,7 @@ class Inquiry:
             return _REPORTED
         run.incidents.append(incident)
         self._write(incident)
+        self._write_norms(incident)
         bus.emit(events.IncidentEvent(step=incident.step, incident=incident, scene=run.scene.as_mapping()))
         self._diagnose(incident)
         if incident.diagnosis is not None:
@@ -125,7 +126,8 @@ class Inquiry:
     def _diagnose(self, incident: Incident) -> None:
         """Find out more, if somebody can; without a diagnosis there is still a recovery."""
         started = time.perf_counter()
-        for diagnose in self._diagnosers:
+        diagnosers = (*self._diagnosers, *self._run.diagnosers)
+        for diagnose in diagnosers:
             try:
                 diagnose(incident, self._run)
             except TrainingAborted:
@@ -134,7 +136,7 @@ class Inquiry:
                 logger.exception("step %d: the diagnosis failed", incident.step)
                 record_swallowed(error)
                 incident.notes += (f"the diagnosis failed: {type(error).__name__}: {error}",)
-        if self._diagnosers:
+        if diagnosers:
             incident.seconds["diagnose"] = time.perf_counter() - started
 
     def _goes_on(self, incident: Incident) -> bool:
@@ -156,10 +158,11 @@ class Inquiry:
         started = time.perf_counter()
         try:
             recovery = Ladder(self._bus.responders()).recover(incident, self._run)
-        except TrainingAborted as error:
+        except TrainingAborted:
             incident.seconds["recover"] = time.perf_counter() - started
             self._write(incident)
-            logger.error("%s", error)  # noqa: TRY400 - the traceback travels with the exception
+            # The reason stands in the exception, which is caught or printed: no need to say it here as well.
+            logger.error("step %d: the run stops, by incident %s", incident.step, incident.id)  # noqa: TRY400
             failed = Recovery(outcome=Outcome.ABORTED, apply=False, message=incident.recovery)
             self._bus.emit(events.RecoveryEvent(step=incident.step, incident=incident, recovery=failed))
             raise
@@ -187,6 +190,19 @@ class Inquiry:
             self._run.directory.write_incident(incident)
         except (OSError, TypeError, ValueError) as error:
             logger.error("incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
+
+    def _write_norms(self, incident: Incident) -> None:
+        """Write what led up to it; the first rank that it is about does, as each may have its own layers."""
+        run = self._run
+        if run.rank.rank != (incident.ranks[0].rank if incident.ranks else 0):
+            return
+        try:
+            norms = run.norms.until(incident.iteration)
+            if norms is not None:
+                rank = run.rank.rank if run.consensus.world_size > 1 else None
+                run.directory.write_norms(incident, norms, rank=rank)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            logger.error("the norms before incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
 
 
 def _unfounded(entry: Filed) -> Evidence:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.decision import Action
+from gradsentinel.devices import device_of
 from gradsentinel.evidence import Finding
 from gradsentinel.ranks.consensus import Consensus
 
@@ -179,8 +180,8 @@ class Judge:
             if id(value) not in places:
                 places[id(value)] = len(stack)
                 stack.append(_scalar(value, reduce=id(value) in everywhere))
-        wide = any(value.dtype is torch.float64 for value in stack) and device.type != "npu"
-        dtype = torch.float64 if wide else torch.float32
+        wide = any(value.dtype is torch.float64 for value in stack)
+        dtype = device_of(device).wide if wide else torch.float32
         if stack:
             numbers = [
                 value if value.dtype is dtype and value.device == device else value.to(device, dtype)
@@ -212,7 +213,7 @@ class Judge:
         if levels is not None and due:
             flags = self._due.get(due)
             if flags is None or flags.device != levels.device:
-                flags = self._due[due] = torch.tensor(due, dtype=torch.int32, device=device)
+                flags = self._due[due] = device_of(device).send(torch.tensor(due, dtype=torch.int32))
             levels = torch.cat([levels, flags])
         return Submission(
             levels=self.consensus.agree(levels) if agree and levels is not None else levels,
@@ -257,16 +258,16 @@ class Judge:
         for column in columns.values():
             column.extend([(0, float("inf"), Action.CONTINUE)] * (width - len(column)))
         table = [columns[slot] for slot in range(slots)]
-        device, dtype = packed.device, packed.dtype
+        device, dtype = device_of(packed.device), packed.dtype
         bounds = torch.tensor([[cell[1] for cell in row] for row in table], dtype=dtype)
         limits = {
             position: float(torch.tensor(bound, dtype=dtype))
             for position, (_, _, bound, _) in enumerate(rows)
         }
         return (
-            torch.tensor([[cell[0] for cell in row] for row in table], device=device),
-            bounds.to(device),
-            torch.tensor([[int(cell[2]) for cell in row] for row in table], dtype=torch.int32, device=device),
+            device.send(torch.tensor([[cell[0] for cell in row] for row in table])),
+            device.send(bounds),
+            device.send(torch.tensor([[int(cell[2]) for cell in row] for row in table], dtype=torch.int32)),
             limits,
         )
 

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,10 @@ class Budget:
             return False
         self._spent.append(iteration)
         return True
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form: the limit, the window, and the attempted steps of the expenses."""
+        return {"limit": self.limit, "window": self.window, "spent": list(self._spent)}
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the expenses in the window."""

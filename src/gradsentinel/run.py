@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsentinel.again.scene import MicroBatch, Scene
-from gradsentinel.data.epoch import EpochStart
+from gradsentinel.data.course import Course
 from gradsentinel.data.skipped import SkippedBatches
 from gradsentinel.errors import TrainingAborted
 from gradsentinel.host import Forward, Host
 from gradsentinel.incident import Incident, fold
 from gradsentinel.measures.histogram import Histogram
+from gradsentinel.measures.norm_history import NormHistory
 from gradsentinel.ranks.blame import LocalGradients, Seen
 from gradsentinel.ranks.consensus import Consensus
 from gradsentinel.ranks.replicas import ReplicaGroup
@@ -27,6 +29,7 @@ from gradsentinel.ranks.topology import Rank
 from gradsentinel.state import snapshot as snapshots
 from gradsentinel.state.archive import ArchiveError
 from gradsentinel.state.health import StateHealth, in_words
+from gradsentinel.state.layout import layout_of
 from gradsentinel.state.lock import RunLock
 from gradsentinel.state.rng import RngState
 from gradsentinel.state.saved_states import SavedStates
@@ -58,6 +61,9 @@ class Run:
     """How the loop computes the loss of a micro-batch, if it told: then a step can be computed again."""
     diagnosis_budget: float = 30.0
     """Seconds that a diagnosis may take."""
+    diagnosers: list[Callable[[Incident, Run], None]] = field(default_factory=list)
+    """What callbacks add in `on_run_start` to complete an incident, after everybody else; each is called on
+    every rank, and may communicate."""
     explicit_directory: bool = True
     """False when the run directory was not named and is only made when there is something to keep."""
     step: int = 0
@@ -87,10 +93,14 @@ class Run:
     """Numbers that callbacks publish, by name: the attempted step each belongs to, and its value."""
     histograms: dict[str, tuple[int, Histogram]] = field(default_factory=dict)
     """Histograms that callbacks publish, likewise."""
-    epoch: EpochStart | None = None
-    """How to get to the present position in the data again, where `Sentinel.steps` draws it."""
-    goes_on: Mapping[str, Any] | None = None
-    """The start of the epoch that an earlier process was in, until the data is positioned there."""
+    norms: NormHistory = field(default_factory=NormHistory)
+    """The norms of every gradient over the last steps, for the incident that may come."""
+    budgets: dict[str, Callable[[], Mapping[str, Any]]] = field(default_factory=dict)
+    """What responders may spend, by their names: limit, window, and the attempted steps of each expense."""
+    journal: deque[tuple[str, Mapping[str, Any]]] = field(default_factory=lambda: deque(maxlen=100))
+    """Facts that are to become lines of the event log at the end of the step: what it is called, and what."""
+    course: Course = field(default_factory=Course)
+    """The way through the data, where `Sentinel.steps` draws it."""
     resumed_from: int | None = None
     """The step that this run took up from an earlier process."""
     remember: Callable[[], Mapping[str, Any]] | None = None
@@ -103,6 +113,8 @@ class Run:
     """Known-good states on disk."""
     skipped: SkippedBatches = field(init=False)
     """The batches to leave out."""
+    _layout: tuple[int, dict[str, Any]] = (-1, {})
+    """Which parts of the whole this rank's tensors are, and for which generation of the host's."""
     _in_flight: list[Snapshot] = field(default_factory=list)
     """Snapshots that may still be being copied."""
 
@@ -134,10 +146,17 @@ class Run:
             taken.rng = self.scene.rng
         taken.iteration = self.iteration
         taken.loss, taken.grad_norm = self.last_loss, self.last_grad_norm
-        taken.epoch = self.epoch.state() if self.epoch is not None else {}
+        taken.epoch = self.course.state(self, before_step=before_step)
         taken.callbacks = clone_tree(self.remember(), "cpu") if self.remember is not None else {}
+        taken.layout = self._parts()
         self._in_flight.append(taken)
         return taken
+
+    def _parts(self) -> dict[str, Any]:
+        generation = getattr(self.host, "generation", 0)
+        if self._layout[0] != generation:
+            self._layout = generation, layout_of(self.host, self.scene.buffers.named())
+        return self._layout[1]
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put the training state back to a snapshot; the data position goes on as it is.
@@ -180,6 +199,7 @@ class Run:
         if not self.consensus.all_of(failure is None) or snapshot is None:
             raise failure or ArchiveError("another rank could not put its saved state back, see its log")
         self.data.update(snapshot.data)
+        self.course.forget()
         self.skipped.take_up()
         if mark is not None:
             self.states.go_on_from(mark)

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from gradsentinel.again.backward import BackwardPass, run_backward
+from gradsentinel.again.backward import BackwardPass, check_loss, run_backward
 from gradsentinel.assembly import default_diagnosers, default_examiners, make_guard, make_run, with_defaults
 from gradsentinel.attach import Attachment
 from gradsentinel.bus import Handle
 from gradsentinel.callback import Callback
-from gradsentinel.data.sampler import sampler_of
 from gradsentinel.decision import Action, Decision
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.events import Event
 from gradsentinel.hints import BLIND, LEFT_OVER, NEVER_STEPPED, Hints, holds_gradients
 from gradsentinel.host import Forward, TorchHost
 from gradsentinel.incident import Incident
-from gradsentinel.state.buffers import version_of
-from gradsentinel.state.restart import claim_directory, drawn, recall
+from gradsentinel.state.buffers import version_of, versions_of
+from gradsentinel.state.restart import claim_directory, recall
 from gradsentinel.state.restart import resume as resume_run
 from gradsentinel.watch import Watch
 
@@ -35,6 +32,9 @@ if TYPE_CHECKING:
 
 B = TypeVar("B")
 E = TypeVar("E", bound=Event)
+
+_ALWAYS_SINGLE = 3
+"""After so many batches with one step each, no further step on the same batch is expected."""
 
 
 class Sentinel:
@@ -63,6 +63,7 @@ class Sentinel:
         guard: "host" reads the decision before each step, one wait for the device a step, exact for every
             optimizer. "device" never waits: a fused optimizer drops a bad step by itself, and the incident
             is handled two steps later (see docs/performance.md).
+        lag: with guard="device", handle it so many steps later: what is kept of steps until then is bounded.
         resume: "auto" goes on from the newest known-good state in the run directory that every rank has, or
             starts afresh if there is none; a path takes that one. `steps` then goes on where the data was,
             and `data_position` says where that is (see docs/recovery.md).
@@ -88,6 +89,7 @@ class Sentinel:
         timeout: float = 600.0,
         diagnosis_budget: float = 30.0,
         guard: str = "host",
+        lag: int = 2,
         resume: str | os.PathLike[str] | None = None,
     ) -> None:
         state = dict(extra or {})
@@ -98,16 +100,19 @@ class Sentinel:
         self.forward = forward
         run = make_run(self.host, run_dir, mesh=mesh, timeout=timeout)
         run.model, run.forward, run.diagnosis_budget = model, forward, diagnosis_budget
+        run.course.by_steps = True
         self._watch = Watch(
             run,
-            with_defaults(callbacks),
+            with_defaults(callbacks, self.host.device),
             examiners=default_examiners(),
             diagnosers=default_diagnosers(),
         )
-        self._guard = make_guard(guard, self.host, self._watch, ema, model)
+        self._guard = make_guard(guard, self.host, self._watch, ema, model, lag)
         self._window = 1
         self._in_window = 0
         self._stepped = False
+        self._made = 0  # steps on the batches in flight
+        self._single = 0  # for so many batches in a row it was one
         self._last_of_loader = False
         self._in_steps = False
         self._saw_backward = False
@@ -115,7 +120,7 @@ class Sentinel:
         self._left_over: tuple[Optimizer, ...] = ()
         self._decision: Decision | None = None
         self._closed = False
-        self._untouched: list[tuple[Tensor, int]] | None = self._versions()
+        self._untouched: list[tuple[Tensor, int]] | None = versions_of(self.host.named_parameters())
         try:
             claim_directory(run)
             resume_run(self._watch, resume)
@@ -139,6 +144,7 @@ class Sentinel:
             raise ConfigurationError(f"accumulate={accumulate} must be at least 1")
         if not isinstance(loader, Iterable):
             raise ConfigurationError(f"{type(loader).__name__} cannot be iterated over")
+        self._watch.run.course.refuse(loader)
         return self._steps(loader, accumulate)
 
     def _steps(self, loader: Iterable[B], accumulate: int) -> Iterator[B]:
@@ -147,17 +153,16 @@ class Sentinel:
             raise ConfigurationError(
                 "steps() inside steps(): iterate over validation data without the sentinel"
             )
-        total: int | None = None
-        with suppress(TypeError, NotImplementedError):  # a DataLoader of an IterableDataset has no length
-            total = len(loader)  # type: ignore[arg-type]
         self._window = accumulate
         self._in_steps = True
         try:
-            for index, batch in run.skipped.without(drawn(run, loader), run, sampler_of(loader)):
+            for index, batch, total in run.course.batches(run, loader):
                 if self._stepped:
                     self._in_window, self._stepped = 0, False
+                    self._single = self._single + 1 if self._made == 1 else 0
+                    self._made = 0
                 if self._in_window == 0:
-                    self._watch.prepare()
+                    self._watch.prepare(rng=False)
                     self._watch.begin_step()
                     left = accumulate if total is None else total - index
                     self._watch.expected_microbatches = min(accumulate, left)
@@ -167,8 +172,6 @@ class Sentinel:
                 run.data["batch"] = index + 1
                 run.data["batches"] += 1
                 yield batch
-            run.data["epoch"] += 1
-            run.data["batch"] = 0
         finally:
             self._in_steps = False
             self._last_of_loader = False
@@ -180,15 +183,7 @@ class Sentinel:
             loss: 0-dim or one element, as computed: neither divided nor scaled.
             kwargs: passed to `Tensor.backward` (retain_graph and the like).
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigurationError(
-                f"backward needs a scalar loss, got {shape}; reduce it, as with loss.mean()"
-            )
-        if not loss.requires_grad:
-            raise ConfigurationError(
-                "the loss needs no gradient: was it detached, or computed under no_grad?"
-            )
+        check_loss(loss)
         self._freshen()
         if self._left_over and holds_gradients(self._left_over):
             self._hints.tell(LEFT_OVER)
@@ -243,7 +238,9 @@ class Sentinel:
         known = self.host.optimizers
         self._left_over = tuple(one for one in known if all(one is not mine for mine in optimizers))
         # Another step may follow on the same batches: a GAN's other player, a second epoch of PPO.
-        self._watch.prepare(same_batches=self._in_steps)
+        self._made += 1
+        further = not self._in_steps or self._made > 1 or self._single < _ALWAYS_SINGLE
+        self._watch.prepare(same_batches=self._in_steps, rng=further)
         return norm
 
     def attached(self) -> Attachment:
@@ -253,6 +250,7 @@ class Sentinel:
         """
         if not self._guard.knows:
             raise ConfigurationError("attached() decides before each step: it needs guard='host'")
+        self._watch.run.course.refuse(None)
         return Attachment(self.host, self._watch)
 
     # -- callbacks and results -----------------------------------------------------------------------
@@ -328,7 +326,8 @@ class Sentinel:
             return 0
         recall(self._watch, run.resume(path).callbacks)
         self._watch.prepare()
-        self._untouched = self._versions()  # these writes are no checkpoint loaded behind our back
+        # These writes are no checkpoint loaded behind our back.
+        self._untouched = versions_of(self.host.named_parameters())
         return run.step
 
     @property
@@ -385,15 +384,12 @@ class Sentinel:
                 )
         return chosen
 
-    def _versions(self) -> list[tuple[Tensor, int]]:
-        """Return how often each parameter was written to; lazy ones get their values in the forward pass."""
-        named = self.host.named_parameters()
-        return [(parameter, version_of(parameter)) for _, parameter in named if not is_lazy(parameter)]
-
     def _freshen(self) -> None:
         """Take the initial state again if a checkpoint was loaded between construction and first use."""
         if self._untouched is None:
             return
+        if not self._in_steps:
+            self._watch.run.course.refuse(None)
         loaded = any(version_of(parameter) != version for parameter, version in self._untouched)
         if loaded and not self._in_steps:
             self._watch.prepare()

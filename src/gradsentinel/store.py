@@ -11,6 +11,7 @@ from typing import Any
 
 from gradsentinel.errors import StoreError
 from gradsentinel.incident import Incident
+from gradsentinel.wording import id_order
 
 SCHEMA = 1
 _LARGEST_INCIDENT = 64 << 20  # bytes
@@ -59,6 +60,17 @@ class RunDirectory:
         write_json(directory / "incident.json", incident.as_dict())
         return directory
 
+    def write_norms(self, incident: Incident, norms: Mapping[str, Any], *, rank: int | None) -> Path:
+        """Write the norms of the gradients before an incident, as one rank measured them; returns where.
+
+        `rank` None says that the job has one only.
+        """
+        directory = self.incidents / incident.id
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / ("norms.json" if rank is None else f"norms-rank{rank}.json")
+        write_json(path, {"schema": SCHEMA, "rank": rank or 0, **norms}, indent=None)
+        return path
+
     def read_incidents(self) -> list[Incident]:
         """Return the incidents in the order they happened; raises StoreError for a broken one."""
         found, problems = self.survey_incidents()
@@ -88,7 +100,7 @@ class RunDirectory:
                 found.append(read_incident(entry))
             except StoreError as error:
                 problems.append(error)
-        found.sort(key=lambda incident: (incident.time, incident.iteration, incident.id))
+        found.sort(key=lambda incident: (incident.time, incident.iteration, id_order(incident.id)))
         return found, problems
 
     def events_file(self, rank: int) -> Path:
@@ -164,10 +176,10 @@ def read_incident(directory: Path) -> Incident:
         raise StoreError(f"{path}: {error}") from error
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: Any, *, indent: int | None = 2) -> None:
     """Write a JSON file so that a reader sees the old or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
     with temporary.open("w", encoding="utf-8", errors=_LONE_SURROGATES) as file:
         file.write(text + "\n")
         file.flush()

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsentinel import events
-from gradsentinel.bus import Bus, Listener
+from gradsentinel import events, marks
+from gradsentinel.bus import Bus, Listener, failure_of
 from gradsentinel.callback import Callback
-from gradsentinel.decision import Action, Decision, Kind, merge
-from gradsentinel.evidence import Finding
+from gradsentinel.decision import Action, Decision, merge
+from gradsentinel.glance import Glance
 from gradsentinel.gradients import GradientView
 from gradsentinel.incident import Outcome
 from gradsentinel.inquiry import Diagnoser, Examiner, Inquiry
@@ -41,10 +40,12 @@ class Watch:
         self.run = run
         self.bus = Bus(callbacks, self._callback_failed, alone=run.consensus.world_size == 1)
         self.agreement = Agreement(run, self.bus)
+        self.glance = Glance(run, self.bus)
         self.inquiry = Inquiry(run, self.bus, examiners=examiners, diagnosers=diagnosers)
         self.expected_microbatches: int | None = None
         """How many micro-batches the last step had; None before the first."""
         self._pending: list[Filed] = []
+        self._of_backward = 0  # so many of these are of backward passes of the step in flight
         self._losses: list[Tensor] = []
         self._microbatch = 0
         self._begun = False
@@ -60,6 +61,8 @@ class Watch:
     def start(self) -> None:
         """Emit the first event and settle what detectors say of the initial state."""
         compare_settings(self.run, self.bus)
+        if marks.wanted():
+            marks.mark(self)
         self.agreement.start()
         self.run.scene.notes_writes |= self.run.forward is not None
         self.run.health.learn()
@@ -67,13 +70,13 @@ class Watch:
         self._pending += compare_replicas(self.run, self.bus, self.run.step, self.bus.comparers())
         self.settle_pending()
 
-    def prepare(self, *, same_batches: bool = False) -> None:
+    def prepare(self, *, same_batches: bool = False, rng: bool = True) -> None:
         """Remember the state as it is now, for the step that comes next, on new batches or the same."""
         generation = getattr(self.run.host, "generation", 0)
         if generation != self._generation:
             self._generation = generation
             self.run.scene.buffers.find()
-        self.run.scene.begin(same_batches=same_batches)
+        self.run.scene.begin(same_batches=same_batches, rng=rng)
         self.run.local.begin_step()
         self._prepared = True
 
@@ -110,8 +113,10 @@ class Watch:
         """
         if not self._begun:
             self.begin_step()
+        self._tell_kept()
         if loss is not None:
-            self._losses.append(loss.detach())
+            loss = loss.detach()
+            self._losses.append(loss)
         self.run.local.end_microbatch()
         index = self._microbatch if microbatch is None else microbatch
         self._microbatch += 1
@@ -120,13 +125,16 @@ class Watch:
             event = events.AfterBackward(
                 step=self.run.step,
                 microbatch=index,
-                loss=loss.detach() if loss is not None else None,
+                loss=loss,
                 gradients=gradients,
                 scaled=scaled,
                 reduced=reduced,
                 last=last,
             )
-            self._pending += self.bus.emit(event)
+            if last and self.glance.possible():
+                self.glance.keep(event)
+            else:
+                self._hear_backward(event)
 
     def before_clip(
         self,
@@ -141,11 +149,19 @@ class Watch:
         Raises:
             TrainingAborted: when the run must not go on.
         """
-        submitted = self._submit(gradients, optimizers, loss_scale, overflow, at_once=True)
+        self._stand_before_step(optimizers)
+        if len(self._pending) == self._of_backward and loss_scale is None and overflow is None:
+            decision = self.glance.decide(gradients, self._losses)
+            if decision is not None:
+                self._take_pending()
+                self._due = self.agreement.due_after(decision.step)
+                return decision
+        submitted = self._submit(gradients, loss_scale, overflow, at_once=True)
         ruling = self.agreement.ruling(submitted)
         self._due = ruling.due
         (skips,) = ruling.broken  # a rank that steps while another one's scaler drops the step is lost
         norm, loss = ruling.values["grad_norm"], submitted.loss_of(ruling)
+        gradients.known_factor = ruling.values.get("clip_factor")
         self.run.last_loss, self.run.last_grad_norm = loss, norm
         incidents = self.inquiry.confirm(ruling, submitted.started)
         recoveries = [self.inquiry.handle(incident) for incident in incidents]
@@ -161,7 +177,7 @@ class Watch:
             went_back=any(recovery.step is not None for recovery in recoveries),
             grad_norm=norm,
             loss=loss,
-            safe_norm=self._true_norm(gradients, norm, agreed=ruling.suspicious) if usual else None,
+            safe_norm=self.agreement.true_norm(gradients, norm, agreed=ruling.suspicious) if usual else None,
             recomputed=recomputed,
             loss_scale=ruling.values.get("loss_scale"),
             scaler_skips=(overflows if recomputed else skips) and apply,
@@ -171,7 +187,7 @@ class Watch:
         """Return the decision with the numbers of gradients that were computed anew; called on every rank."""
         norm = float(gradients.total_norm)
         self.run.last_grad_norm = norm
-        safe = None if decision.scaler_skips else self._true_norm(gradients, norm, agreed=True)
+        safe = None if decision.scaler_skips else self.agreement.true_norm(gradients, norm, agreed=True)
         return replace(decision, grad_norm=norm, loss=self.run.last_loss, safe_norm=safe)
 
     def submit(
@@ -186,7 +202,8 @@ class Watch:
 
         Every step that is submitted is settled later: `settle_late`, in the same order.
         """
-        submitted = self._submit(gradients, optimizers, loss_scale, overflow, at_once=False)
+        self._stand_before_step(optimizers)
+        submitted = self._submit(gradients, loss_scale, overflow, at_once=False)
         self.run.iteration += 1
         self.run.step += 1
         if self._microbatch:
@@ -256,12 +273,12 @@ class Watch:
         self._tell(decision, self.run.iteration - 1, learning_rates, clipped=clipped)
         if decision.went_back:
             return Action.CONTINUE
+        if not any(self._due):
+            return Action.CONTINUE
         settles, *compares = self._due
         comparers = [one for one, due in zip(self.bus.comparers(), compares, strict=True) if due]
         self._pending += compare_replicas(self.run, self.bus, step, comparers)
-        if settles:
-            return self.settle_pending()
-        return Action.CONTINUE
+        return self.settle_pending() if settles else Action.CONTINUE
 
     def _tell(
         self, decision: Decision, iteration: int, learning_rates: tuple[float, ...], *, clipped: bool
@@ -288,25 +305,19 @@ class Watch:
         self._microbatch = 0
         self._losses.clear()
         self._begun = False
+        self.glance.take_kept()
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counters and what the callbacks must remember over a restart."""
-        run, bus, states = self.run, self.bus, {}
-        for callback in bus.callbacks:
-            states[bus.name_of(callback)] = (
-                bus.ask(callback, callback.state_dict, run.step, "state_dict") or {}
-            )
+        run, states = self.run, self.bus.states(self.run.step)
         return {"step": run.step, "iteration": run.iteration, "data": dict(run.data), "callbacks": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; callbacks that are not there any more are left out."""
-        run, bus = self.run, self.bus
+        run = self.run
         run.step, run.iteration, run.data = state["step"], state["iteration"], dict(state["data"])
         run.skipped.take_up()
-        for callback in bus.callbacks:
-            mine = state["callbacks"].get(bus.name_of(callback))
-            if mine:
-                callback.load_state_dict(mine)
+        self.bus.take_states(state["callbacks"])
 
     def file(self, findings: Sequence[Filed]) -> None:
         """Have findings that were made outside an event judged with those of the next ruling."""
@@ -342,20 +353,23 @@ class Watch:
 
     # -- the phases ----------------------------------------------------------------------------------
 
+    def _stand_before_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note which optimizers are about to step, and have copies of what they write finished before."""
+        if not self._begun:
+            self.begin_step()
+        self.run.hold()
+        self.run.optimizers = tuple(optimizers) or tuple(self.run.host.optimizers)
+
     def _submit(
         self,
         gradients: GradientView,
-        optimizers: Sequence[Optimizer],
         loss_scale: Tensor | None,
         overflow: Tensor | None,
         *,
         at_once: bool,
     ) -> Submitted:
-        if not self._begun:
-            self.begin_step()
-        self.run.hold()
-        self.run.optimizers = tuple(optimizers) or tuple(self.run.host.optimizers)
-        return self.agreement.submit(
+        self._tell_kept()
+        submitted = self.agreement.submit(
             gradients,
             tuple(self._losses),
             self._take_pending(),
@@ -363,31 +377,23 @@ class Watch:
             overflow=overflow,
             at_once=at_once,
         )
+        self.run.norms.remember(submitted.step, submitted.iteration, gradients)
+        return submitted
+
+    def _tell_kept(self) -> None:
+        """Emit the event of a backward pass after all: it was not the last one, or a glance is not enough."""
+        kept = self.glance.take_kept()
+        if kept is not None:
+            self._hear_backward(kept)
+
+    def _hear_backward(self, event: events.AfterBackward) -> None:
+        found = self.bus.emit(event)
+        self._pending += found
+        self._of_backward += len(found)
 
     def _take_pending(self) -> list[Filed]:
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._of_backward = self._pending, [], 0
         return pending
 
-    def _true_norm(self, gradients: GradientView, norm: float, *, agreed: bool) -> float | None:
-        """Return the true norm if the usual formula overflowed on finite gradients, else None.
-
-        Sharded gradients need all ranks for it, so they compute it only where all of them know: after
-        a suspicion that was agreed on.
-        """
-        overflowed = not abs(norm) < float("inf")
-        if gradients.distributed:
-            overflowed = agreed and not self.run.consensus.all_of(not overflowed)
-        if not overflowed:
-            return None
-        safe = gradients.safe_norm()
-        return safe if safe < float("inf") else None
-
     def _callback_failed(self, listener: Listener, error: Exception, step: int) -> None:
-        """File a callback's failure as a finding of its own slot, so that all ranks hear of it."""
-        finding = Finding(
-            kind=Kind.CALLBACK_ERROR,
-            action=Action.WARN,
-            value=torch.tensor(True),
-            message=f"{listener.name} raised {type(error).__name__}: {error}; the run goes on without it",
-        )
-        self._pending.append(Filed(listener.slot, step, finding, listener.name))
+        self._pending.append(failure_of(listener, error, step))

@@ -49,3 +49,15 @@ def _visible(character: str) -> str:
         return character
     blank = character in "\n\t" or unicodedata.category(character) == "Zs"
     return " " if blank else character.encode("unicode_escape").decode("ascii")
+
+
+def id_order(incident_id: str) -> tuple[int, str, int]:
+    """Return what sorts ids by step, then kind, then number: '000123-spike-10' comes after '000123-spike-2'.
+
+    By their ids incidents are in the order of their steps. A rollback makes steps anew, so that is not always
+    the order in which they happened, which `time` and `iteration` tell.
+    """
+    step, _, kind = incident_id.partition("-")
+    base, _, number = kind.rpartition("-")
+    numbered = bool(base) and number.isdecimal()
+    return int(step) if step.isdecimal() else 0, base if numbered else kind, int(number) if numbered else 1

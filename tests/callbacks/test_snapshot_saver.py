@@ -102,7 +102,7 @@ def test_the_three_levels(run_dir, level, parts):
     assert (facts["level"], facts["rank"], facts["world_size"], facts["step"]) == (level, 0, 1, 2)
     assert set(facts["parts"]) == {"environment.json", "statistics.json", *parts}
     there = {entry.name + "/" * entry.is_dir() for entry in directory_of(sentinel).iterdir()}
-    assert there == {*facts["parts"], "bundle.json", "incident.json"}
+    assert there == {*facts["parts"], "bundle.json", "incident.json", "norms.json"}
 
 
 def test_unusable_settings_are_refused():

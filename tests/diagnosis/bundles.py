@@ -12,7 +12,8 @@ import pytest
 import torch
 from failures import FAILURES, Failure
 
-from gradsentinel import Incident, NanCallback, Sentinel, SnapshotSaver, TrainingAborted
+from gradsentinel import Callback, Incident, NanCallback, Sentinel, SnapshotSaver, TrainingAborted, events
+from gradsentinel.diagnosis.diagnose import findings_of
 
 OWN = [
     case
@@ -32,11 +33,25 @@ def built(case: Failure) -> torch.nn.Module:
     return model
 
 
-def saved(run_dir: Path, case: Any, **settings: Any) -> tuple[Incident, Path]:
+class Traced(Callback):
+    """Notes whether the step was traced to an operator."""
+
+    found = False
+
+    def on_run_start(self, event: events.RunStart) -> None:
+        self._run = event.run
+
+    def on_diagnosis(self, event: events.DiagnosisEvent) -> None:
+        self.found = findings_of(event.incident, self._run) is not None
+
+
+def saved(
+    run_dir: Path, case: Any, *, traced: Traced | None = None, **settings: Any
+) -> tuple[Incident, Path]:
     """Run one step of a failure with a SnapshotSaver; returns the incident and its directory."""
     model = built(case)
     batches = case.batch()
-    callbacks = [NanCallback(), SnapshotSaver(**settings)]
+    callbacks = [NanCallback(), SnapshotSaver(**settings), *([] if traced is None else [traced])]
     with Sentinel(
         model, case.optimizer(model), callbacks=callbacks, run_dir=run_dir, forward=case.forward
     ) as sentinel:

@@ -30,6 +30,10 @@ class Failure:
     """A text that only the guilty line of `forward` holds."""
     samples: tuple[int, ...] | None = ()
     """None: any."""
+    field: str | None = None
+    """Of every sample that is named; None: any."""
+    look: str | None = None
+    """The field that the remedy names where all samples are alike; None: any."""
     microbatch: int | None = None
     after_backward: Callable[[nn.Module], None] | None = None
     prepare: Callable[[nn.Module], None] | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundles import OWN, failure, header_of, ran, saved
+from bundles import OWN, Traced, failure, header_of, ran, saved
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -20,7 +20,6 @@ from test_real_failures import INF, Attention, Checkpointed, Encoder, Gate, Gate
 from torch import nn
 
 from gradsentinel.decision import Action, Kind
-from gradsentinel.diagnosis.diagnose import findings_of
 from gradsentinel.diagnosis.operator import CannotRun, OperatorCall
 from gradsentinel.diagnosis.repro import literal, write_program
 from gradsentinel.diagnosis.stored_call import call_from_tree, call_to_tree
@@ -127,10 +126,11 @@ def test_the_failures_are_reproduced_with_torch_and_safetensors_alone(tmp_path, 
     programs, without = {}, []
     for number, case in enumerate([*reported().values(), *OWN]):
         name = getattr(case, "name", f"reported {number}")
-        incident, directory = saved(tmp_path / str(number), case)
-        traced = findings_of(incident) is not None
-        assert (directory / "repro.py").exists() == traced, (name, (directory / "bundle.json").read_text())
-        if traced:
+        traced = Traced()
+        incident, directory = saved(tmp_path / str(number), case, traced=traced)
+        exists = (directory / "repro.py").exists()
+        assert exists == traced.found, (name, (directory / "bundle.json").read_text())
+        if exists:
             programs[str(directory / "repro.py")] = (name, incident)
         else:
             without.append(incident.diagnosis.op)

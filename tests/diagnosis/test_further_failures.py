@@ -4,6 +4,9 @@ import pytest
 from verdicts import FAILURES, run_failure, wrong_in
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch.compile's own
 @pytest.mark.filterwarnings("ignore:(std|var).*degrees of freedom")
 @pytest.mark.parametrize("case", FAILURES, ids=lambda case: case.name)
 def test_failure(case, run_dir):

@@ -4,14 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import failures_formulas  # noqa: F401 - fills FAILURES
+import failures_architectures  # noqa: F401 - fills FAILURES
+import failures_formulas  # noqa: F401 - likewise
 import failures_fresh  # noqa: F401 - likewise
 import failures_graphs  # noqa: F401 - likewise
+import failures_kinds  # noqa: F401 - likewise
 import failures_last  # noqa: F401 - likewise
 import failures_narrow  # noqa: F401 - likewise
 import failures_optimizers  # noqa: F401 - likewise
 import failures_records  # noqa: F401 - likewise
 import failures_transient  # noqa: F401 - likewise
+import failures_traps  # noqa: F401 - likewise
 from failures import FAILURES, Failure
 
 from gradsentinel import Incident, NanCallback, Sentinel, TrainingAborted
@@ -67,6 +70,11 @@ def wrong_in(case: Failure, incident: Incident | None) -> list[str]:
     }
     if case.samples is not None:
         wanted["samples"] = (tuple(s.position for s in incident.samples), (case.samples,))
+    if case.field is not None:
+        wanted["fields"] = ({s.field for s in incident.samples}, ({case.field},))
+    field = case.field if case.look is None else case.look
+    if field:
+        wanted["the field in the remedy"] = (any(field in text for text in found.remedy), (True,))
     wrong = [
         f"{what} is {got}, not {expected[0] if len(expected) == 1 else expected}"
         for what, (got, expected) in wanted.items()

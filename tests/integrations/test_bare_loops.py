@@ -2,15 +2,13 @@
 
 # ruff: noqa: PLC0415 - a framework takes seconds to import, and only some tests need it
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from adapters import BATCH, Recorder, Task, Trouble, forget_accelerator
-from ranks import run_ranks
+from drivers.bare import forget_accelerator
 from torch import nn
-from torch.utils.data import DataLoader
+from training import Recorder, Task, Trouble
 
 from gradsentinel import (
     AfterStep,
@@ -19,7 +17,6 @@ from gradsentinel import (
     Outcome,
     Retry,
     Rollback,
-    TrainingAborted,
 )
 from loops import Net, differences, seed
 
@@ -221,30 +218,6 @@ def test_of_two_optimizers_only_the_bad_one_is_dropped(tmp_path):
     assert len(record.applied) == 12
 
 
-def test_save_state_is_never_of_a_poisoned_state(tmp_path):
-    from gradsentinel.integrations.accelerate import prepare
-
-    task = Task()
-    tool = accelerator()
-    net = task.net()
-    model, optimizer = tool.prepare(net, task.optimizer(net))
-    sentinel = prepare(tool, model, optimizer, run_dir=tmp_path / "run")
-    for batch in sentinel.steps(task.loader()):
-        tool.backward(task.loss(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    tool.save_state(str(tmp_path / "good"))
-    with torch.no_grad():
-        net.head.bias[0] = NAN
-    with pytest.raises(TrainingAborted, match="no checkpoint is written of this state"):
-        tool.save_state(str(tmp_path / "bad"))
-    assert (tmp_path / "good").is_dir()
-    assert not (tmp_path / "bad").exists()
-    with pytest.raises(TrainingAborted):
-        sentinel.check_state()
-    sentinel.close()
-
-
 def test_a_sentinel_is_part_of_accelerates_checkpoint(tmp_path):
     from gradsentinel.integrations.accelerate import prepare
 
@@ -386,60 +359,3 @@ def test_what_was_not_prepared_is_refused_and_functions_can_listen(tmp_path):
             optimizer.zero_grad()
             assert sentinel.applied
     assert [event.step for event in heard] == [0, 1]
-
-
-def rank_trains(rank, folder, name, faults, watched):
-    import os
-
-    from gradsentinel.integrations.accelerate import prepare
-
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2", ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
-    warnings.simplefilter("ignore")
-    task = Task(count=8, trouble=Trouble(loss=faults if rank == 1 else {}))
-    tool = accelerator(gradient_accumulation_steps=2)
-    net = task.net()
-    inner = task.optimizer(net)
-    own = task.scheduler(inner)
-    loader = DataLoader(task.data(), batch_size=BATCH)
-    model, optimizer, loader, scheduler = tool.prepare(net, inner, loader, own)
-    sentinel = None
-    if watched:
-        sentinel = prepare(
-            tool,
-            model,
-            optimizer,
-            scheduler=scheduler,
-            forward=task.loss,
-            callbacks=[NanCallback(), Retry()],
-            run_dir=folder / name,
-        )
-    for batch in sentinel.steps(loader) if sentinel else loader:
-        with tool.accumulate(model):
-            tool.backward(task.loss(model, batch))
-            if tool.sync_gradients:
-                tool.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    told = []
-    if sentinel:
-        told = [(one.step, str(one.outcome), [r.rank for r in one.ranks]) for one in sentinel.incidents]
-        sentinel.close()
-    return state_of(net, inner, own), told
-
-
-@pytest.mark.multiprocess
-def test_ranks_of_an_accelerator_decide_alike_and_retry_together(tmp_path):
-    import accelerate  # noqa: F401 - before the ranks are forked
-
-    import gradsentinel.integrations.accelerate  # noqa: F401 - likewise
-
-    alone = run_ranks(rank_trains, 2, tmp_path, tmp_path, "alone", {}, False)
-    spoilt = run_ranks(rank_trains, 2, tmp_path, tmp_path, "spoilt", {3: NAN}, True)
-    for rank in range(2):
-        assert differences(alone[rank][0], spoilt[rank][0]) == []
-    assert spoilt[0][1] == spoilt[1][1]
-    assert [(outcome, ranks) for _, outcome, ranks in spoilt[0][1]] == [("retried", [1])]

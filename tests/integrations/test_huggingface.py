@@ -2,35 +2,21 @@
 
 # ruff: noqa: PLC0415 - a framework takes seconds to import, and only some tests need it
 
-import inspect
 import json
 import math
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from adapters import Recorder, Task, Trouble, forget_accelerator, hf_trainer, quiet
-from ranks import run_ranks
+from drivers.bare import forget_accelerator
+from drivers.hf import hf_trainer, native, train
+from training import Recorder, Task, Trouble, quiet
 
-from gradsentinel import Action, NanCallback, Outcome, Retry, Rollback, Skip, TrainingAborted, callbacks
+from gradsentinel import Action, NanCallback, Outcome, Retry, Rollback, Skip, TrainingAborted
 from loops import differences, seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 NAN = float("nan")
-
-
-def native(folder: Path, *given):
-    from gradsentinel.integrations.huggingface import RunSettings, adapt
-
-    return [*(adapt(one) for one in given), RunSettings(run_dir=folder)]
-
-
-def train(task: Task, folder: Path, given: list, *, resume=None, **settings):
-    trainer = hf_trainer(task, folder, given, **settings)
-    with quiet():
-        trainer.train(resume_from_checkpoint=resume)
-    return trainer
 
 
 def state_of(trainer):
@@ -43,18 +29,6 @@ def state_of(trainer):
             for line in trainer.state.log_history
         ],
     }
-
-
-def test_every_callback_has_a_trainer_class_of_its_name_and_arguments():
-    from transformers import TrainerCallback
-
-    from gradsentinel.integrations import huggingface as ours
-
-    for name in callbacks.__all__:
-        made = getattr(ours, name)
-        assert issubclass(made, TrainerCallback), name
-        assert inspect.signature(made) == inspect.signature(getattr(callbacks, name))
-        assert name in ours.__all__
 
 
 def test_a_trainer_takes_them_literally_and_writes_beside_its_own_output(tmp_path):
@@ -140,32 +114,6 @@ def test_a_run_goes_on_from_a_checkpoint_with_its_counters_and_budgets(tmp_path)
     assert len(second.applied) == 6
     assert second.run.remember()["Retry"]["budget"] == {"spent": [3]}
     assert resumed.state.global_step == 12
-
-
-class Poison(Recorder):
-    """Puts a NaN into a weight behind everybody's back, after a given step."""
-
-    def on_after_step(self, event):
-        super().on_after_step(event)
-        if event.step == 3:
-            with torch.no_grad():
-                next(iter(self.run.host.named_parameters()))[1].view(-1)[0] = NAN
-
-
-def test_no_checkpoint_is_written_from_a_poisoned_state(tmp_path):
-    from safetensors.torch import load_file
-
-    nan = {"state_warmup": 0, "state_every": 1000}
-    settings = {"save_strategy": "steps", "save_steps": 2}
-    given = native(tmp_path / "a", Poison(), NanCallback(**nan), Rollback(every=2, confirm_after=1))
-    train(Task(), tmp_path / "healed", given, **settings)
-    found = sorted((tmp_path / "healed" / "trainer").glob("checkpoint-*"))
-    assert [path.name for path in found] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    for path in found:
-        assert all(torch.isfinite(value).all() for value in load_file(path / "model.safetensors").values())
-    with pytest.raises(TrainingAborted, match="no checkpoint is written of this state"):
-        train(Task(), tmp_path / "stopped", native(tmp_path / "b", Poison(), NanCallback(**nan)), **settings)
-    assert [one.name for one in (tmp_path / "stopped" / "trainer").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_an_aborted_run_can_be_resumed_from_the_checkpoint_it_left(tmp_path):
@@ -348,43 +296,3 @@ def make_tokenizer(kind):
     plain = Tokenizer(WordLevel(numbers, special["unk_token"]))
     plain.pre_tokenizer = Whitespace()
     return kind(tokenizer_object=plain, **special)
-
-
-# -- several ranks --------------------------------------------------------------------------------------
-
-
-def rank_trains(rank, folder, name, faults, watched):
-    import os
-
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2", ACCELERATE_USE_CPU="true",
-    )  # fmt: skip
-    warnings.simplefilter("ignore")
-    record = Recorder()
-    given = native(folder / f"run-{name}", record, NanCallback(), Retry()) if watched else []
-    task = Task(count=8, accumulate=2, trouble=Trouble(loss=faults if rank == 1 else {}))
-    trainer = train(task, folder / name, given, ddp_backend="gloo")
-    told = (
-        [(one.step, str(one.outcome), [r.rank for r in one.ranks]) for one in record.run.incidents]
-        if watched
-        else []
-    )
-    return trainer.model.state_dict(), trainer.state.global_step, trainer.lr_scheduler.last_epoch, told
-
-
-@pytest.mark.multiprocess
-def test_ranks_of_a_trainer_decide_alike_and_retry_together(tmp_path):
-    import transformers  # noqa: F401 - before the ranks are forked
-
-    import gradsentinel.integrations.huggingface  # noqa: F401 - likewise
-
-    alone = run_ranks(rank_trains, 2, tmp_path, tmp_path, "alone", {}, False)
-    healthy = run_ranks(rank_trains, 2, tmp_path, tmp_path, "healthy", {}, True)
-    numbers = dict.fromkeys((5, 7), NAN)
-    spoilt = run_ranks(rank_trains, 2, tmp_path, tmp_path, "spoilt", numbers, True)
-    for rank in range(2):
-        assert differences(alone[rank], healthy[rank]) == []
-        assert differences(alone[rank][:3], spoilt[rank][:3]) == []
-    assert spoilt[0][3] == spoilt[1][3] != []
-    assert {(outcome, *ranks) for _, outcome, ranks in spoilt[0][3]} == {("retried", 1)}

@@ -2,20 +2,14 @@
 
 # ruff: noqa: PLC0415 - a framework takes seconds to import, and only some tests need it
 
-import inspect
 import json
-import math
-import sys
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from adapters import ADAPTERS, BATCH, Lightning, Recorder, Task, Trouble, lightning_module, quiet
-from ranks import run_ranks
+from drivers.pl import fit, native, state_of
 from torch import nn
-from torch.utils.data import DataLoader
+from training import Recorder, Task, Trouble, quiet
 
 from gradsentinel import (
     Action,
@@ -25,51 +19,11 @@ from gradsentinel import (
     Outcome,
     Retry,
     Rollback,
-    SkipBatches,
-    TrainingAborted,
-    callbacks,
 )
 from loops import Net, differences, seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 NAN = float("nan")
-LIGHTNING = next(one for one in ADAPTERS if type(one) is Lightning)
-
-
-def fit(task: Task, given: list, *, module=None, path=None, loader=None, **settings):
-    pl, trainer = LIGHTNING.trainer(task, given, **settings)
-    module = module or lightning_module(pl, task, task.net(), manual=False)
-    with quiet():
-        trainer.fit(module, loader or task.loader(), ckpt_path=path)
-    return trainer
-
-
-def native(folder: Path, *given):
-    from gradsentinel.integrations.lightning import RunSettings, adapt
-
-    return [*(adapt(one) for one in given), RunSettings(run_dir=folder)]
-
-
-def state_of(trainer):
-    return {
-        "model": trainer.lightning_module.state_dict(),
-        "optimizers": [one.state_dict() for one in trainer.optimizers],
-        "schedulers": [one.scheduler.last_epoch for one in trainer.lr_scheduler_configs],
-    }
-
-
-def test_every_callback_has_a_lightning_class_of_its_name_and_arguments():
-    from lightning.pytorch.callbacks import Callback
-
-    from gradsentinel.integrations import lightning as ours
-
-    for name in callbacks.__all__:
-        made = getattr(ours, name)
-        assert issubclass(made, Callback), name
-        assert made.__name__ == name
-        assert made.__module__ == "gradsentinel.integrations.lightning"
-        assert inspect.signature(made) == inspect.signature(getattr(callbacks, name))
-        assert name in ours.__all__
 
 
 def test_a_trainer_takes_them_literally_in_any_order_and_keeps_its_own(tmp_path):
@@ -292,37 +246,6 @@ def test_fit_twice_goes_on_with_fresh_callbacks(tmp_path):
     assert "optimizer_step" not in vars(trainer.strategy)
 
 
-class Poison(Recorder):
-    """Puts a NaN into a weight behind everybody's back, after a given step."""
-
-    def on_after_step(self, event):
-        super().on_after_step(event)
-        if event.step == 3:
-            with torch.no_grad():
-                next(iter(self.run.host.named_parameters()))[1].view(-1)[0] = NAN
-
-
-def test_no_checkpoint_is_written_from_a_poisoned_state(tmp_path):
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    def run(name, *more):
-        keep = ModelCheckpoint(dirpath=tmp_path / name, save_top_k=-1, every_n_train_steps=2)
-        nan = NanCallback(state_warmup=0, state_every=1000)
-        fit(
-            Task(), [*native(tmp_path / f"{name}-run", Poison(), nan, *more), keep], enable_checkpointing=True
-        )
-
-    run("healed", Rollback(every=2, confirm_after=1))
-    found = sorted((tmp_path / "healed").glob("*.ckpt"))
-    assert len(found) == 3
-    for path in found:
-        saved = torch.load(path, weights_only=False)
-        assert all(torch.isfinite(value).all() for value in saved["state_dict"].values())
-    with pytest.raises(TrainingAborted, match="no checkpoint is written of this state"):
-        run("stopped")
-    assert len(list((tmp_path / "stopped").glob("*.ckpt"))) == 1  # of step 2
-
-
 def test_an_average_of_the_weights_stands_still_with_a_dropped_step_and_is_rolled_back(tmp_path):
     from lightning.pytorch.callbacks import WeightAveraging
 
@@ -400,26 +323,6 @@ def test_a_step_that_is_computed_again_logs_and_counts_once(tmp_path):
     assert "log" not in vars(module)
 
 
-def test_the_records_of_a_bad_batch_are_named_and_left_out_where_the_sampler_allows(tmp_path):
-    from torch.utils.data import BatchSampler, RandomSampler
-
-    task = Task(bad=(1,))
-    data = task.data()
-    record = Recorder()
-    order = RandomSampler(data, generator=torch.Generator().manual_seed(1))
-    loader = DataLoader(data, batch_sampler=SkipBatches(BatchSampler(order, BATCH, drop_last=True)))
-    fit(
-        task,
-        native(tmp_path, record, NanCallback()),
-        loader=loader,
-        max_epochs=3,
-        use_distributed_sampler=False,
-    )
-    assert len(record.run.incidents) == 1  # in the later epochs it is not drawn any more
-    (entry,) = record.run.skipped.entries
-    assert [part.bad_indices() for part in entry.parts] == [(1 * BATCH + 3,)]
-
-
 def test_a_module_that_clips_by_itself_is_judged_before_that(tmp_path):
     import lightning.pytorch as pl
 
@@ -452,153 +355,3 @@ def test_finite_gradients_whose_squares_overflow_are_clipped_and_not_zeroed(tmp_
     assert record.run.incidents == []
     assert record.applied == [True] * 6
     assert record.states[1] != record.states[2]
-
-
-def test_what_cannot_be_watched_is_refused_with_a_reason(tmp_path):
-    class Closure(torch.optim.SGD):
-        def step(self, closure):
-            return super().step(closure)
-
-    task = Task()
-    task.optimizer = lambda net: Closure(net.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match="needs a closure"):
-        fit(task, native(tmp_path, NanCallback()))
-    from gradsentinel.integrations.lightning.session import _check_strategy
-
-    deepspeed = type("DeepSpeedStrategy", (), {"handles_gradient_accumulation": True})()
-    with pytest.raises(ConfigurationError, match="DeepSpeedStrategy clips and steps by itself"):
-        _check_strategy(deepspeed)
-    from gradsentinel.integrations.lightning import adapt
-
-    with pytest.raises(ConfigurationError, match=r"not a gradsentinel\.Callback"):
-        adapt(SimpleNamespace())
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "extra"),
-    [
-        ("lightning", "gradsentinel.integrations.lightning", "lightning"),
-        ("transformers", "gradsentinel.integrations.huggingface", "huggingface"),
-    ],
-)
-@pytest.mark.parametrize("version", [None, "1.9.5"])
-def test_a_missing_or_old_framework_is_an_error_that_names_both_versions(
-    monkeypatch, name, module, extra, version
-):
-    import importlib
-
-    from gradsentinel._version import __version__
-    from gradsentinel.integrations.versions import FrameworkError
-
-    for loaded in [one for one in sys.modules if one.startswith(module)]:
-        monkeypatch.delitem(sys.modules, loaded)
-    if version is None:
-        for gone in (name, "lightning.pytorch", "pytorch_lightning"):
-            monkeypatch.setitem(sys.modules, gone, None)
-    else:
-        monkeypatch.setattr(importlib.import_module(name), "__version__", version)
-        importlib.import_module("lightning.pytorch")
-        monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)
-    with pytest.raises(FrameworkError) as caught:
-        importlib.import_module(module)
-    text = str(caught.value)
-    assert f"gradsentinel {__version__}" in text
-    assert f"gradsentinel[{extra}]" in text
-    assert f"{name} {version} is too old" in text if version else "there is none" in text
-    assert isinstance(caught.value, ImportError)
-    for loaded in [one for one in sys.modules if one.startswith(module)]:
-        monkeypatch.delitem(sys.modules, loaded)
-
-
-# -- several ranks --------------------------------------------------------------------------------------
-
-
-def rank_trains(rank, folder, port, kind, faults, watched):
-    import os
-
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2",
-        NODE_RANK="0", LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="x",
-    )  # fmt: skip
-    warnings.simplefilter("ignore")
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
-
-    task = Task(count=4, trouble=Trouble(loss=faults if rank == 1 else {}), random=kind == "ddp")
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = task.net()
-            self.sharded = False
-
-        def configure_model(self):
-            if kind == "fsdp2" and not self.sharded:
-                self.sharded = True
-                fully_shard(self.net.enter, mesh=self.device_mesh["data_parallel"])
-                fully_shard(self.net.head, mesh=self.device_mesh["data_parallel"])
-                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-        def training_step(self, batch, batch_idx):
-            return task.loss(self.net, batch)
-
-        def configure_optimizers(self):
-            return task.optimizer(self.net)
-
-    data = task.data()
-    generator = torch.Generator().manual_seed(rank)
-    for record in data.records:
-        record["x"] = record["x"] + torch.randn(6, generator=generator)
-    record = Recorder(keeps_states=False)
-    given = (
-        native(folder, record, NanCallback(), Retry(), Rollback(every=2, confirm_after=1)) if watched else []
-    )
-    strategy = "ddp" if kind == "ddp" else ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        callbacks=given,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=2 if kind == "ddp" else 1,
-        gradient_clip_val=0.5,
-    )
-    seed(rank)
-    module = Module()
-    trainer.fit(module, DataLoader(data, batch_size=BATCH))
-    weights = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in module.named_parameters()
-    }
-    incidents = (
-        [(one.step, str(one.outcome), [r.rank for r in one.ranks]) for one in record.run.incidents]
-        if watched
-        else []
-    )
-    return weights, incidents, record.applied
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_ranks_of_a_trainer_decide_alike_and_retry_together(tmp_path, kind):
-    import lightning.pytorch  # noqa: F401 - before the ranks are forked
-
-    import gradsentinel.integrations.lightning  # noqa: F401 - likewise
-
-    torch.set_num_threads(1)
-    alone = run_ranks(rank_trains, 2, tmp_path, tmp_path / "a", 0, kind, {}, False)
-    healthy = run_ranks(rank_trains, 2, tmp_path, tmp_path / "b", 0, kind, {}, True)
-    spoilt = run_ranks(rank_trains, 2, tmp_path, tmp_path / "c", 0, kind, {2: NAN}, True)
-    for rank in range(2):
-        assert differences(alone[rank][0], healthy[rank][0]) == []
-        assert differences(alone[rank][0], spoilt[rank][0]) == []
-        assert healthy[rank][1] == []
-    step = 1 if kind == "ddp" else 2
-    assert spoilt[0][1] == spoilt[1][1] == [(step, "retried", [1])]
-    assert all(math.isfinite(float(value.sum())) for value in spoilt[0][0].values())

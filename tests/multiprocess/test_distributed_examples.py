@@ -87,13 +87,21 @@ def test_ddp_names_the_rank_with_the_bad_gradient_and_goes_on(tmp_path, guilty, 
 
 
 def test_fsdp2_goes_on_from_the_last_good_state_when_a_rank_was_killed(tmp_path):
+    """Killed at step 48: the state of step 40 had proved good at 45, and was perhaps still being written.
+
+    That of step 30 is on both disks by then: no rank begins to write a state before its last one is there.
+    """
     printed = torchrun(tmp_path, "fsdp2.py", "--run-dir", "here", restarts=1)
     first, second = printed.split("start 1: ")
     assert first.startswith("start 0: goes on from step 0\n")
-    assert second.startswith("goes on from step 40\n")  # killed at 48; the state of step 40 had proved good
+    found = re.match(r"goes on from step (30|40)\n", second)
+    assert found is not None, second
+    resumed = int(found[1])
     assert max(losses(first)) == 40
-    assert min(losses(second)) == 40
-    assert losses(second)[40] == losses(first)[40]  # the same weights, moments and text as the first time
+    assert min(losses(second)) == resumed
+    # the same weights, moments and text as the first time
+    assert losses(second)[resumed] == losses(first)[resumed]
+    assert losses(second)[40] == losses(first)[40]
     assert losses(second)[70] < 0.8 * losses(first)[0]
 
     run = RunDirectory(tmp_path / "here")

@@ -22,25 +22,37 @@ class ChildFailedError(AssertionError):
     """The child raised, died or did not finish in time."""
 
 
-def run_on_npu(function: Callable[..., Any], *args: Any, timeout: float = 90.0) -> Any:
+def run_on_npu(
+    function: Callable[..., Any], *args: Any, timeout: float = 90.0, saturating: bool = False
+) -> Any:
     """Call `function(*args)` in a child that has a simulated NPU, and return what it returns."""
-    return _run([(None, function, args)], timeout)[0]
+    return _run([(None, function, args)], timeout, saturating=saturating)[0]
 
 
 def run_ranks_on_npu(
-    function: Callable[..., Any], world_size: int, folder: Path, *args: Any, timeout: float = 90.0
+    function: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    *args: Any,
+    timeout: float = 90.0,
+    saturating: bool = False,
 ) -> list[Any]:
     """Call `function(rank, *args)` on each rank over simulated HCCL and return the results by rank."""
     rendezvous = folder / "rendezvous"
     rendezvous.unlink(missing_ok=True)
-    return _run([((rank, world_size, rendezvous), function, args) for rank in range(world_size)], timeout)
+    jobs = [((rank, world_size, rendezvous), function, args) for rank in range(world_size)]
+    return _run(jobs, timeout, saturating=saturating)
 
 
-def _run(jobs: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]], timeout: float) -> list[Any]:
+def _run(
+    jobs: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]], timeout: float, *, saturating: bool
+) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "torch.utils.cpp_extension", "gradsentinel"])
     results: Any = context.Queue()
-    processes = [context.Process(target=_main, args=(i, *job, results)) for i, job in enumerate(jobs)]
+    processes = [
+        context.Process(target=_main, args=(i, saturating, *job, results)) for i, job in enumerate(jobs)
+    ]
     for process in processes:
         process.start()
     answers: dict[int, bytes] = {}
@@ -68,10 +80,17 @@ def _run(jobs: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]], timeout: f
     return [torch.load(io.BytesIO(answers[i]), weights_only=False) for i in range(len(jobs))]
 
 
-def _main(index: int, ranks: Any, function: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+def _main(
+    index: int,
+    saturating: bool,  # noqa: FBT001 - handed on by position
+    ranks: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    results: Any,
+) -> None:
     torch.set_num_threads(1)
     try:
-        simulator.install()
+        simulator.install(saturating=saturating)
         torch.manual_seed(1234)
         if ranks is None:
             value = function(*args)

@@ -9,6 +9,7 @@
 #include <ATen/InferSize.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -34,6 +35,8 @@ std::set<void*> pinned;
 int n_dev = 2;
 int64_t mem_now[16], mem_peak[16];
 bool defer = true;
+bool saturating = false;   // as the Atlas training series computes: no Inf, no NaN, a flag instead
+bool overflowed[16] = {};  // the flag of each device
 thread_local DeviceIndex cur_dev = 0;
 thread_local int64_t cur_stream[16] = {0};
 constexpr int64_t COMM = 900;
@@ -105,6 +108,7 @@ struct Block {
   uint64_t wc = 0;
   std::map<int64_t, uint64_t> reads;
   std::set<int64_t> rec;
+  int format = 2;  // ND; others are the device's own and have their numbers in another order
 };
 void del(void* c) {
   auto b = (Block*)c;
@@ -274,6 +278,33 @@ const std::set<std::string> SYNC_OPS{"aten::nonzero",
                                      "aten::_is_any_true",
                                      "aten::_is_all_true",
                                      "aten::bincount"};
+// ------------------------------------------------------------------ saturation
+bool finite(const Tensor& c) {
+  return !c.defined() || !c.is_floating_point() || !c.numel() || at::isfinite(c).all().item<bool>();
+}
+bool saturate(const Tensor& c) {  // what an overflow comes out as: +-MAX, and NaN as 0
+  if (finite(c)) return false;
+  at::nan_to_num_(const_cast<Tensor&>(c), 0.0);
+  return true;
+}
+// How many kernels an operator on a list of tensors is: one takes up to 24 of them, and a norm of another
+// order than 1 and 2 has none for lists.
+constexpr size_t CHUNK = 24;
+void count_launches(const std::string& name, const torch::jit::Stack& st, size_t base, size_t n) {
+  if (name.rfind("aten::_foreach_", 0) != 0 || n == 0 || !st[base].isTensorList()) {
+    launches[name]++;
+    return;
+  }
+  size_t size = st[base].toTensorList().size();
+  if (name == "aten::_foreach_norm.Scalar" && n > 1 && st[base + 1].isScalar()) {
+    double order = st[base + 1].toScalar().toDouble();
+    if (order != 1 && order != 2) {
+      launches["aten::linalg_vector_norm"] += size;
+      return;
+    }
+  }
+  launches[name] += std::max<size_t>(1, (size + CHUNK - 1) / CHUNK);
+}
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* st) {
   auto& sch = op.schema();
   auto name = sch.name() + (sch.overload_name().empty() ? "" : "." + sch.overload_name());
@@ -331,9 +362,37 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* st) {
   bool view = !sch.returns().empty();
   for (auto& r : sch.returns())
     if (!(r.alias_info() && !r.alias_info()->isWrite())) view = false;
+  bool inputs_finite = true;
+  if (saturating && !view)
+    for (size_t i = 0; i < n; i++) {  // an infinity that was given is no overflow
+      const IValue& v = (*st)[base + i];
+      if (sch.arguments()[i].kwarg_only() && sch.arguments()[i].alias_info()) continue;  // out=
+      if (v.isTensor()) inputs_finite = inputs_finite && finite(v.toTensor());
+      if (v.isTensorList())
+        for (const Tensor& t : v.toTensorVector()) inputs_finite = inputs_finite && finite(t);
+      if (v.isDouble()) inputs_finite = inputs_finite && std::isfinite(v.toDouble());
+    }
+  if (saturating && name == "aten::_amp_foreach_non_finite_check_and_unscale_") {
+    // There it reads the flag, and clears it: the host waits, and scaled gradients stay as they are.
+    auto list = (*st)[base].toTensorVector();
+    auto found = (*st)[base + 1].toTensor(), scale = (*st)[base + 2].toTensor();
+    tick(s);
+    for (auto& a : acc) touch(a.first, s, a.second, name);
+    host_join(streams[s], "item");
+    at::AutoDispatchBelowADInplaceOrView g;
+    launches["aten::mul_.Tensor"] += overflowed[cx.d] ? 0 : list.size();
+    if (overflowed[cx.d])
+      found.add_(1);
+    else
+      for (auto& t : list) t.mul_(scale);
+    overflowed[cx.d] = false;
+    torch::jit::drop(*st, n);
+    cur_dev = od;
+    return;
+  }
   if (!view) {
     tick(s);
-    launches[name]++;
+    count_launches(name, *st, base, n);
     if (!native_ops.empty() && !native_ops.count(sch.name())) fallbacks[name]++;
     for (auto& a : acc) touch(a.first, s, a.second, name);
   }
@@ -348,6 +407,20 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* st) {
     }
   }
   cx.writeback();
+  if (saturating && !view) {
+    at::AutoDispatchBelowADInplaceOrView g;
+    c10::impl::ExcludeDispatchKeyGuard g2(c10::autocast_dispatch_keyset);
+    bool any = false;
+    for (size_t i = 0, r = sch.returns().size(), b = st->size() - r; i < r; i++) {
+      IValue& v = (*st)[b + i];
+      if (v.isTensor()) any |= saturate(v.toTensor());
+      if (v.isTensorList())
+        for (const Tensor& t : v.toTensorVector()) any |= saturate(t);
+    }
+    for (size_t i = 0; i < acc.size(); i++)  // written in place, by an operator that returns nothing
+      if (acc[i].second) any |= saturate(cx.cpu(acc[i].first));
+    if (any && inputs_finite) overflowed[cx.d] = true;
+  }
   for (size_t i = 0, r = sch.returns().size(), b = st->size() - r; i < r; i++) {
     IValue& v = (*st)[b + i];
     auto ret = [&](const Tensor& t) {
@@ -415,6 +488,8 @@ Tensor copy_from(const Tensor& a, const Tensor& b, bool nb) {
     return b;
   }
   cb.copy_(ca);
+  if (saturating && an && bn && a.scalar_type() != b.scalar_type())  // a cast computes, a copy does not
+    if (saturate(cb) && finite(ca)) overflowed[cur_dev] = true;
   if (!an && nb && is_pinned(a) && a.is_contiguous())
     pend.push_back({s, clk, a, b, fnv(a.data_ptr(), a.nbytes()), true});
   else if (!(an && bn))
@@ -458,6 +533,12 @@ Tensor& set_0(Tensor& r) {
                                                                     std::move(dp), &alloc, true)),
                  0, {0}, {1});
 }
+Tensor view_dtype(const Tensor& t, at::ScalarType dtype) {
+  std::lock_guard<std::recursive_mutex> l(mu);
+  auto b = block_of(t);
+  if (b && b->format != 0 && b->format != 2) hazard("bits looked at in the device's own format");
+  return at::native::view_dtype(t, dtype);
+}
 void grow(c10::StorageImpl* s, size_t nb) {
   if (s->nbytes() >= nb) return;
   DevG g(s->device().index());
@@ -490,6 +571,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_t);
   m.impl("set_", set_0);
   m.impl("resize_", resize_);
+  m.impl("view.dtype", view_dtype);
   m.impl("record_stream", record_stream);
 }
 void register_native(const std::vector<std::string>& ops) {
@@ -700,10 +782,16 @@ struct Hccl final : c10d::Backend {
   Hccl(c10::intrusive_ptr<c10d::Backend> b) : Backend(b->getRank(), b->getSize()), g(std::move(b)) {}
   const std::string getBackendName() const override { return "hccl"; }
   bool supportsSplitting() const override { return false; }
-  static void dt(const Tensor& t, bool reduce) {
-    auto s = t.scalar_type();
-    TORCH_CHECK(!(reduce && (s == at::kDouble || at::isComplexType(s))), "sim hccl: dtype ", s,
+  // Source: the table of the real backend. What only moves bytes takes every dtype.
+  static void reducible(const Tensor& t, const c10d::ReduceOp& op) {
+    static const std::set<at::ScalarType> dtypes{at::kChar, at::kByte, at::kShort,    at::kInt,
+                                                 at::kLong, at::kHalf, at::kBFloat16, at::kFloat};
+    using R = c10d::ReduceOp;
+    TORCH_CHECK(dtypes.count(t.scalar_type()), "sim hccl: dtype ", t.scalar_type(),
                 " is not supported for reduction");
+    auto o = op.op_;
+    TORCH_CHECK(o == R::SUM || o == R::AVG || o == R::MIN || o == R::MAX || o == R::PRODUCT,
+                "sim hccl: ReduceOp is not supported");
   }
   std::vector<Tensor> al(Ctx& c, const std::vector<Tensor>& v) {
     std::vector<Tensor> r;
@@ -739,15 +827,13 @@ struct Hccl final : c10d::Backend {
     return c10::make_intrusive<SimWork>(f(), std::move(res), std::move(v), d);
   }
   WP allreduce(std::vector<Tensor>& t, const c10d::AllreduceOptions& o) override {
-    dt(t[0], true);
-    auto ro = o.reduceOp.op_;
-    TORCH_CHECK(ro != c10d::ReduceOp::BAND && ro != c10d::ReduceOp::BOR && ro != c10d::ReduceOp::BXOR,
-                "sim hccl: bitwise ReduceOp is not supported");
+    reducible(t[0], o.reduceOp);
     Ctx c;
     auto a = al(c, t);
     return go("allreduce", {}, t, t, [&] { return g->allreduce(a, o); });
   }
   WP allreduce_coalesced(std::vector<Tensor>& t, const c10d::AllreduceCoalescedOptions& o) override {
+    for (auto& one : t) reducible(one, o.reduceOp);
     Ctx c;
     auto a = al(c, t);
     return go("allreduce_coalesced", {}, t, t, [&] { return g->allreduce_coalesced(a, o); });
@@ -758,7 +844,7 @@ struct Hccl final : c10d::Backend {
     return go("broadcast", {}, t, t, [&] { return g->broadcast(a, o); });
   }
   WP reduce(std::vector<Tensor>& t, const c10d::ReduceOptions& o) override {
-    dt(t[0], true);
+    reducible(t[0], o.reduceOp);
     Ctx c;
     auto a = al(c, t);
     return go("reduce", {}, t, t, [&] { return g->reduce(a, o); });
@@ -776,10 +862,25 @@ struct Hccl final : c10d::Backend {
     return go("allgather_base", {it}, {ot}, {ot}, [&] { return g->_allgather_base(a, b, o); });
   }
   WP _reduce_scatter_base(Tensor& ot, Tensor& it, const c10d::ReduceScatterOptions& o) override {
-    dt(it, true);
+    reducible(it, o.reduceOp);
     Ctx c;
     auto a = c.cpu(ot), b = c.cpu(it);
     return go("reduce_scatter_base", {it}, {ot}, {ot}, [&] { return g->_reduce_scatter_base(a, b, o); });
+  }
+  WP allgather_into_tensor_coalesced(std::vector<Tensor>& os, std::vector<Tensor>& is,
+                                     const c10d::AllgatherOptions& o) override {
+    Ctx c;
+    auto x = al(c, os), i = al(c, is);
+    return go("allgather_into_tensor_coalesced", is, os, os,
+              [&] { return g->allgather_into_tensor_coalesced(x, i, o); });
+  }
+  WP reduce_scatter_tensor_coalesced(std::vector<Tensor>& os, std::vector<Tensor>& is,
+                                     const c10d::ReduceScatterOptions& o) override {
+    for (auto& one : is) reducible(one, o.reduceOp);
+    Ctx c;
+    auto x = al(c, os), i = al(c, is);
+    return go("reduce_scatter_tensor_coalesced", is, os, os,
+              [&] { return g->reduce_scatter_tensor_coalesced(x, i, o); });
   }
   WP gather(std::vector<std::vector<Tensor>>& os, std::vector<Tensor>& is,
             const c10d::GatherOptions& o) override {
@@ -834,6 +935,33 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_native", [](std::vector<std::string> v) {
     for (auto& o : v) native_ops.insert(o.substr(0, o.find('.')));
   });
+  m.def("set_saturating", [](bool b) {
+    saturating = b;
+    for (auto& flag : overflowed) flag = false;
+  });
+  m.def("is_saturating", [] { return saturating; });
+  m.def("float_status", [](const Tensor& t) {
+    TORCH_CHECK(t.device().type() == PU1 && t.scalar_type() == at::kFloat && t.numel() == 8,
+                "float status: 8 float32 elements on the device");
+    std::lock_guard<std::recursive_mutex> l(mu);
+    DevG g(t.device().index());
+    tick(cur());
+    launches["npu_get_float_status"]++;
+    touch(t, cur(), true, "npu_get_float_status");
+    static_cast<float*>(t.data_ptr())[0] = overflowed[cur_dev] ? 1 : 0;
+  });
+  m.def("clear_float_status", [](const Tensor& t) {
+    std::lock_guard<std::recursive_mutex> l(mu);
+    DevG g(t.device().index());
+    tick(cur());
+    launches["npu_clear_float_status"]++;
+    overflowed[cur_dev] = false;
+  });
+  m.def("format_of", [](const Tensor& t) {
+    auto b = block_of(t);
+    return b ? b->format : 2;
+  });
+  m.def("set_format", [](const Tensor& t, int format) { block_of(t)->format = format; });
   m.def("set_defer", [](bool b) { defer = b; });
   m.def("stats", [] {
     decltype(syncs) a, b, c;

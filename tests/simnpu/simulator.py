@@ -5,8 +5,10 @@
 """
 
 import contextlib
+import importlib.machinery
 import os
 import shutil
+import sys
 import sysconfig
 import types
 from collections.abc import Iterator
@@ -19,7 +21,10 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 _HERE = Path(__file__).parent
+_FORMATS = {"ND": 2, "NZ": 29}
 _built: Any = None
+ranges: list[str] = []
+"""What was marked for the profiler: "+name" where a range begins, "-name" where it ends."""
 _groups: list[Any] = []
 """The gloo groups behind the simulated ones, which hold no reference themselves."""
 
@@ -37,8 +42,12 @@ class Counts:
     """Work that was not ordered after what it depends on, although the numbers came out right here."""
 
 
-def install(devices: int = 2) -> None:
-    """Make `torch.device("npu")` available in this process."""
+def install(devices: int = 2, *, saturating: bool = False) -> None:
+    """Make `torch.device("npu")` available in this process, and what it needs of `torch_npu`.
+
+    `saturating` computes as the Atlas training series does: an overflow becomes the largest finite number
+    and NaN becomes 0, and a flag of the device remembers it.
+    """
     global _built  # noqa: PLW0603 - a process has one backend
     if _built is not None:
         return
@@ -55,7 +64,7 @@ def install(devices: int = 2) -> None:
     torch.utils.rename_privateuse1_backend("npu")
     torch._register_device_module("npu", _device_module(devices))
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
-    native = (_HERE / "native_ops.txt").read_text().split()
+    native = native_ops()
     _built.set_native(native)
     has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     whole = (
@@ -65,6 +74,19 @@ def install(devices: int = 2) -> None:
     )
     _built.register_native([op[6:] for op in native if op.startswith(whole) and has_kernel(op, "CPU")])
     dist.Backend.register_backend("hccl", _hccl, devices=["npu"])
+    sys.modules["torch_npu"] = _torch_npu()
+    saturate(saturating)
+
+
+def native_ops() -> list[str]:
+    """Return the operators with kernels of their own, as the table has them."""
+    lines = (_HERE / "native_ops.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def saturate(on: bool) -> None:  # noqa: FBT001 - a switch
+    """Have the devices saturate from now on, or not; the flags are cleared."""
+    _built.set_saturating(on)
 
 
 def counts() -> Counts:
@@ -180,7 +202,60 @@ def _device_module(count: int) -> types.ModuleType:
     }
     for name, function in functions.items():
         setattr(module, name, function)
+    module.matmul = types.SimpleNamespace(allow_hf32=False)
+    module.conv = types.SimpleNamespace(allow_hf32=True)
+    module.mstx = types.SimpleNamespace(range_start=_range_start, range_end=_range_end)
     return module
+
+
+def _range_start(name: str, stream: Any = None) -> int:
+    assert stream is None or isinstance(stream, Stream)
+    ranges.append(f"+{name}")
+    return len(ranges)
+
+
+def _range_end(number: int) -> None:
+    ranges.append(ranges[number - 1].replace("+", "-", 1))
+
+
+def _torch_npu() -> types.ModuleType:
+    """Return what a program that uses NPUs has imported as `torch_npu`."""
+    module = types.ModuleType("torch_npu")
+    module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
+    module.__version__ = "2.13.0"
+    utils = types.SimpleNamespace(is_support_inf_nan=lambda: not _built.is_saturating())
+    module.npu = types.SimpleNamespace(utils=utils, mstx=torch.npu.mstx)
+    module.npu_get_float_status = _float_status
+    module.npu_clear_float_status = _clear_float_status
+    module.get_npu_format = _built.format_of
+    module.npu_format_cast = _cast
+    return module
+
+
+def _float_status(status: torch.Tensor) -> torch.Tensor:
+    _only_where_it_saturates()
+    _built.float_status(status)
+    return torch.zeros_like(status)  # the releases differ: this one writes to what it was given
+
+
+def _clear_float_status(status: torch.Tensor) -> torch.Tensor:
+    _only_where_it_saturates()
+    _built.clear_float_status(status)
+    return status
+
+
+def _only_where_it_saturates() -> None:
+    if not _built.is_saturating():
+        raise RuntimeError("there is no overflow flag in INF_NAN mode")
+
+
+def _cast(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Return a copy in another format; the numbers of the device's own formats are in another order."""
+    before = _built.format_of(tensor)
+    plain = (0, _FORMATS["ND"])
+    turned = tensor.clone() if (before in plain) == (number in plain) else tensor.flip(0).clone()
+    _built.set_format(turned, number)
+    return turned
 
 
 def _hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradsentinel.errors import ConfigurationError
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardPass:
@@ -53,6 +55,15 @@ class Reduction:
     def _set(self, state: tuple[bool, ...]) -> None:
         for (owner, name), position in zip(self._switches, state, strict=True):
             setattr(owner, name, position)
+
+
+def check_loss(loss: object) -> None:
+    """Raise ConfigurationError unless a backward pass can start from it."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigurationError(f"backward needs a scalar loss, got {shape}; reduce it, as with loss.mean()")
+    if not loss.requires_grad:
+        raise ConfigurationError("the loss needs no gradient: was it detached, or computed under no_grad?")
 
 
 def run_backward(

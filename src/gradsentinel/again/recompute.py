@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradsentinel.again.backward import BackwardPass, Reduction, run_backward
+from gradsentinel.devices import device_of
 from gradsentinel.gradients import GradientView
 from gradsentinel.measures.inspection import nonfinite_in
 from gradsentinel.run import Run
@@ -107,6 +108,9 @@ def reason_against(run: Run) -> str | None:  # noqa: PLR0911 - one line per reas
         return host.why_no_recompute(run)
     if run.forward is None:
         return _NO_FORWARD
+    reason: str | None = getattr(run.forward, "why_not", lambda _: None)(run)
+    if reason is not None:  # an adapter's own
+        return reason
     if run.late_step is not None:
         return "the step is over: the device has dropped it"
     if not scene.microbatches:
@@ -125,12 +129,12 @@ def reason_against(run: Run) -> str | None:  # noqa: PLR0911 - one line per reas
 def _reason_in_passes(run: Run) -> str | None:
     scene = run.scene
     count = len(scene.microbatches)
+    if scene.repeated and (count > 1 or scene.rng is None):
+        return "it is a further step on the same micro-batches, whose random states are gone"
     if not scene.passes:
         return None if count == 1 else "its backward passes were not seen: call sentinel.backward(loss)"
     if [done.microbatch for done in scene.passes] != list(range(count)):
         return "not every micro-batch had exactly one backward pass"
-    if scene.repeated and count > 1:
-        return "it is a further step on the same micro-batches, whose random states are gone"
     return None
 
 
@@ -159,6 +163,7 @@ def recompute(
     """
     after_loop = RngState.capture((run.host.device.type,))
     flags = _scaler_flags(run)
+    device_of(run.host.device).clear_overflow_flag()
     losses: list[Tensor] = []
     failure: Exception | None = None
     after_forward = after_loop
@@ -186,13 +191,14 @@ def recompute(
 
 def _look_at(run: Run, losses: tuple[Tensor, ...], *, draws_alike: bool) -> Recomputed:
     host: Recomputes = run.host  # type: ignore[assignment] # `reason_against` has looked
+    overflow = device_of(run.host.device).overflow_flag()  # a scaler clears it
     host.unscale(run.optimizers)
     view = host.gradients(run.optimizers)
     norm = float(view.total_norm)  # every rank: it is a reduction where gradients are sharded
     present = zip(view.names, view.gradients, strict=True)
     # Statistics of a forward pass that does not fit into its own buffers are no success either.
     bad_forward = not all(bool(torch.isfinite(loss).all()) for loss in losses) or bool(run.health.scan())
-    bad_gradients = bool(nonfinite_in(present))
+    bad_gradients = bool(nonfinite_in(present)) or (overflow is not None and bool(overflow))
     answer = torch.tensor([int(bad_forward), int(bad_gradients)], dtype=torch.int32)
     any_forward, any_gradients = run.consensus.agree(answer).tolist()
     outcome = Recomputed(

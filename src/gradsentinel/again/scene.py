@@ -47,19 +47,26 @@ class Scene:
         """Micro-batches of the last step that was applied without an incident: what is normal here."""
         self.passes: list[BackwardPass] = []
         """The backward passes of the step so far, as the loop ran them."""
+        self.traced: tuple[str, Any] | None = None
+        """The incident of this step and what its diagnosis found, for whoever keeps the evidence."""
         self.repeated = False
         """True for a further step on the same batches, whose random states are not those of the batches."""
         self.notes_writes = False
         """True if somebody wants to know whether a batch was written to: a look at each of its tensors."""
 
-    def begin(self, *, same_batches: bool = False) -> None:
-        """Forget the last step and remember the state before the next one, perhaps of the same batches."""
+    def begin(self, *, same_batches: bool = False, rng: bool = True) -> None:
+        """Forget the last step and remember the state before the next one, perhaps of the same batches.
+
+        Without `rng` the random state is that of before the first micro-batch to come; of a further step
+        on the same batches it is not known then.
+        """
         if not same_batches:
             self.microbatches.clear()
         self.repeated = same_batches
         self.passes.clear()
+        self.traced = None
         self.buffers.capture()
-        self.rng = RngState.capture(self._device_types)
+        self.rng = RngState.capture(self._device_types) if rng else None
 
     def add(self, batch: Any, position: tuple[int, int] | None = None) -> None:
         """Remember a micro-batch that is about to enter the model, and where it was in the data."""

@@ -2,6 +2,7 @@
 
 from gradsentinel.callbacks.batch import BatchCallback
 from gradsentinel.callbacks.cross_rank import CrossRankCallback
+from gradsentinel.callbacks.device_health import DeviceHealthCallback
 from gradsentinel.callbacks.escalation import Escalation
 from gradsentinel.callbacks.event_log import EventLog
 from gradsentinel.callbacks.headroom import HeadroomCallback
@@ -26,6 +27,7 @@ from gradsentinel.callbacks.update_ratio import UpdateRatioCallback
 __all__ = [
     "BatchCallback",
     "CrossRankCallback",
+    "DeviceHealthCallback",
     "Escalation",
     "EventLog",
     "GradientStatistics",

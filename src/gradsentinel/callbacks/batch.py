@@ -133,6 +133,10 @@ class BatchCallback(Comparer):
         """Return infinity: before the clip a finite norm passes."""
         return math.inf
 
+    def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool:
+        """Return True: what it says before the clip, it says of a loss or gradient that is not finite."""
+        return True
+
     def on_run_start(self, event: events.RunStart) -> None:
         """See what the model can look up."""
         self._run = event.run

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.callbacks.batch_fields import Field
+from gradsentinel.devices import device_of
 
 NONFINITE, OUT_OF_RANGE, BEYOND, IGNORED, MASKED, UNSELECTED, EMPTY = (
     *("nonfinite", "out_of_range", "beyond_table", "ignored", "masked", "unselected", "empty"),
@@ -171,7 +172,7 @@ class Meter:
             moments = [x for _, values in large for x in torch.var_mean(_sampled(values), correction=0)]
             parts += [torch.stack(moments)] if moments else []
             parts.append(self._compare(main[1], device))
-        wide = torch.float32 if device.type == "npu" else torch.float64
+        wide = device_of(device).wide
         return Reading(
             floats=list(floats),
             integers=list(integers),

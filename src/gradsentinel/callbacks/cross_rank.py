@@ -87,8 +87,10 @@ class CrossRankCallback(Comparer):
         self._losses = event.losses
         if self.gradients:
             view = event.gradients
-            sums = checksums(view.gradients)
-            self._gradients = dict(zip(view.names, sums, strict=True))
+            whole = set(view.replicated)
+            entries = zip(view.names, view.gradients, strict=True)
+            kept = {name: gradient for name, gradient in entries if name in whole}
+            self._gradients = dict(zip(kept, checksums(list(kept.values())), strict=True))
 
     def on_after_step(self, event: events.AfterStep) -> None:
         """Forget the gradients of a step that was dropped: what differed in them is gone."""
@@ -157,7 +159,8 @@ class CrossRankCallback(Comparer):
         self._alike_until = step
 
     def on_recovery(self, event: events.RecoveryEvent) -> None:
-        """Forget comparisons of steps that are taken back."""
+        """Forget comparisons of steps that are taken back, and gradients that are not those of the step."""
+        self._gradients = {}  # after a retry there are others; what is agreed is agreed by all ranks
         step = event.recovery.step
         if step is not None and self._alike_until is not None:
             self._alike_until = min(self._alike_until, step)

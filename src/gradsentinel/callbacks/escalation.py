@@ -214,7 +214,8 @@ class Escalation(Responder):
             return
         try:
             run.directory.path.mkdir(parents=True, exist_ok=True)
-            write_json(run.directory.path / FILE, self._ledger.as_dict(run.iteration))
+            limits = {"skip": self.max_skips, "rollback": self.max_rollbacks, "window": self.window}
+            write_json(run.directory.path / FILE, {**self._ledger.as_dict(run.iteration), "limits": limits})
         except OSError as error:
             logger.error(  # noqa: TRY400 - the reason is in the message
                 "%s could not be written, a restart will not know what was spent: %s", FILE, error
@@ -223,7 +224,7 @@ class Escalation(Responder):
     def _raise_alarm(self, incident: Incident, run: Run) -> None:
         if run.consensus.rank:
             return
-        logger.critical("step %d: %s; %s", incident.step, incident.message, incident.recovery)
+        logger.critical("step %d: incident %s is critical", incident.step, incident.id)  # the rest is said
         if self.alarm is None:
             return
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsentinel.devices import device_of
 from gradsentinel.gradients import GradientView
 from gradsentinel.measures.histogram import BINS, Histogram, count_exponents
 from gradsentinel.measures.mailbox import Letter, Mailbox
@@ -116,7 +117,8 @@ def _measure(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _checksum(values: Tensor) -> Tensor:
     """Return the sum of the bits as integers, each times an odd number of its own: 0-dim int64."""
-    words = values.contiguous().view(_WORDS[values.element_size()]).to(torch.int64)
+    plain = device_of(values.device).in_plain_format(values)
+    words = plain.contiguous().view(_WORDS[values.element_size()]).to(torch.int64)
     return (words * torch.arange(1, 2 * words.numel(), 2, device=words.device)).sum()
 
 

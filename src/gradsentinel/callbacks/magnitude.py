@@ -62,6 +62,11 @@ class MagnitudeCallback(Detector):
         alone = self.max_parameter_norm is None and self.max_value is None
         return self.max_global_norm if alone else None
 
+    def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool | None:
+        """Return True if the global norm keeps its bound; None if there are other bounds."""
+        bound = self.norm_bound()
+        return None if bound is None else norm <= bound
+
     def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
         """Compare the view's numbers with the bounds."""
         view = event.gradients

@@ -83,6 +83,10 @@ class NanCallback(Detector):
         """Return infinity: any finite global norm passes."""
         return float("inf")
 
+    def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool:
+        """Return True: a finite norm is one of finite gradients, and it is only asked about finite losses."""
+        return True
+
     def on_run_start(self, event: events.RunStart) -> Sequence[Finding]:
         """Look at the initial state: an uninitialised parameter is named before any training."""
         self._run = event.run

@@ -93,6 +93,7 @@ class Rescue(Recomputing):
     def on_run_start(self, event: events.RunStart) -> None:
         """Say so if no step can be computed again here; widen what an earlier run had widened."""
         super().on_run_start(event)
+        event.run.budgets[type(self).__name__] = self._budget.as_dict
         self._run = event.run
         self._keep_again(event.run)
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gradsentinel import events
 from gradsentinel.callback import Responder
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
@@ -38,6 +39,10 @@ class Resync(Responder):
         if self.max_resyncs < 0 or self.window < 1:
             raise ConfigurationError("max_resyncs must be 0 or more and window at least 1 step")
         self._budget = Budget(self.max_resyncs, self.window)
+
+    def on_run_start(self, event: events.RunStart) -> None:
+        """Let the event log know of the budget."""
+        event.run.budgets[type(self).__name__] = self._budget.as_dict
 
     def respond(self, incident: Incident, run: Run) -> Recovery | None:
         """Broadcast the majority's values within each group that differs, and compare all groups again."""

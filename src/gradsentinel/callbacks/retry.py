@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -74,9 +74,14 @@ class Retry(Recomputing, Detector):
         """Return infinity: all it looks at is the scaler's overflow, which every rank hears of anyway."""
         return math.inf
 
+    def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool:
+        """Return True: without a GradScaler it suspects nothing before the clip."""
+        return True
+
     def on_run_start(self, event: events.RunStart) -> None:
         """Say so if no step can be computed again here."""
         super().on_run_start(event)
+        event.run.budgets[type(self).__name__] = self._budget.as_dict
         self._run = event.run if knows_how(event.run) and not event.run.decides_late else None
 
     def on_before_clip(self, event: events.BeforeClip) -> Finding | None:

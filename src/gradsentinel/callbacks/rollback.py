@@ -17,6 +17,7 @@ from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.recovery import Budget
 from gradsentinel.run import Run
 from gradsentinel.state.health import in_words
+from gradsentinel.state.retreat import Retreat
 from gradsentinel.state.ring import Ring
 from gradsentinel.state.snapshot import Snapshot, is_initialised
 from gradsentinel.state.staging import Cost
@@ -28,10 +29,11 @@ class Rollback(Responder):
 
     That is: when the state itself is bad, when `after` steps in a row fail, when the budget of dropped
     steps is used up, or when a detector asks for it. A snapshot is known good once it was verified
-    finite and `confirm_after` later steps were clean; the initial state counts as good. The data goes
-    on from where it is. A second rollback before the run got past the first one's trouble goes one
-    snapshot further back, and one that is finite but looks ruined is passed over. Called on: every rank,
-    each for its own shard.
+    finite and `confirm_after` later steps were clean; the initial state counts as good. One that is finite
+    but looks ruined is passed over. A second rollback before the run got past the first one's trouble goes
+    one snapshot further back if something speaks against the state: it is bad itself, the trouble came back
+    before `after` steps in a row were clean, or these were worse than before. Called on: every rank, each
+    for its own shard.
     """
 
     rung: ClassVar[Action] = Action.ROLLBACK
@@ -51,11 +53,14 @@ class Rollback(Responder):
     on_disk: int = 0
     """So many known-good snapshots are kept in the run directory, written beside the training as they are
     found good, for a restart with `Sentinel(resume="auto")`; 0 writes one only when the run is aborted."""
+    data: str = "go_on"
+    """What comes after a rollback: "go_on" takes the next batches, so those since the snapshot are lost;
+    "replay" draws them once more, without those that led to an incident. That needs `Sentinel.steps`, a
+    loader that can be iterated over again, and `Skip(remember=True)`."""
     _budget: Budget = field(init=False, repr=False)
     _ring: Ring = field(init=False, repr=False)
     _run: Run | None = field(default=None, init=False, repr=False)
-    _failed_until: int = field(default=-1, init=False, repr=False)
-    """The step at which the last rollback's trouble was; until it is passed, go further back."""
+    _retreat: Retreat = field(init=False, repr=False)
     _unsaved: dict[tuple[int, int], str] = field(default_factory=dict, init=False, repr=False)
     """The snapshots that could not be saved, and why, until all ranks have heard of it."""
 
@@ -66,13 +71,21 @@ class Rollback(Responder):
         for name in ("confirm_after", "max_rollbacks", "on_disk"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be 0 or more")
+        if self.data not in {"go_on", "replay"}:
+            raise ConfigurationError(f"data={self.data!r}; choose 'go_on' or 'replay'")
         self._budget = Budget(self.max_rollbacks, self.window)
+        self._retreat = Retreat(self.after)
         self._ring = Ring(self.keep, self.confirm_after, self.keep + self.confirm_after // self.every)
 
     @property
     def known_good_steps(self) -> tuple[int, ...]:
         """The steps one could go back to, oldest first."""
         return tuple(snapshot.step for snapshot in self._ring.good)
+
+    @property
+    def replays_data(self) -> bool:
+        """True if the data is drawn once more after a rollback."""
+        return self.data == "replay"
 
     @property
     def cost(self) -> Cost:
@@ -82,6 +95,7 @@ class Rollback(Responder):
     def on_run_start(self, event: events.RunStart) -> None:
         """Remember the run."""
         self._run = event.run
+        event.run.budgets[type(self).__name__] = self._budget.as_dict
         event.run.states.keep = self.on_disk
 
     def on_step_start(self, event: events.StepStart) -> None:
@@ -113,10 +127,9 @@ class Rollback(Responder):
         # A step that was computed again and is sound is as good as any.
         sound = event.action <= Action.WARN or (event.action is Action.RETRY and event.applied)
         if event.applied or event.action > Action.WARN:
-            self._ring.count(clean=sound, loss=event.loss)
-        if event.step > self._failed_until:
-            self._failed_until = -1
-        if self._past_trouble:
+            self._ring.count(clean=sound, warned=event.action is Action.WARN, loss=event.loss)
+        self._retreat.count(event.step, clean=sound and event.applied, loss=event.loss)
+        if self._retreat.past_trouble:
             for snapshot in self._ring.proved():
                 self._promote(snapshot, run)
         if self.checks_after_step(event.step) and sound:
@@ -136,6 +149,7 @@ class Rollback(Responder):
             self._ring.forget_after(details["alike_until"])
             run.known_good = self._ring.good[-1] if self._ring.good else None
             run.states.forget_after(step=details["alike_until"])
+            self._tell(run)
         if event.incident.detector.startswith(type(self).__name__):
             for iteration, step in details.get("unsaved", ()):
                 self._unsaved.pop((iteration, step), None)
@@ -168,9 +182,10 @@ class Rollback(Responder):
         ring.drop_torn()
         strained = {snapshot.step: strain for snapshot in ring.good if (strain := ring.strain(snapshot))}
         sound = {snapshot.step for snapshot in ring.good if not snapshot.flaws()}
-        everyone = run.consensus.gather((sound, strained))
-        common = set.intersection(*(steps for steps, _ in everyone))
-        doubtful = {step: strain for _, strains in everyone for step, strain in strains.items()}
+        everyone = run.consensus.gather((sound, strained, self._retreat.against(incident)))
+        common = set.intersection(*(steps for steps, _, _ in everyone))
+        doubtful = {step: strain for _, strains, _ in everyone for step, strain in strains.items()}
+        against = next((doubt for _, _, doubt in everyone if doubt is not None), None)
         ring.good = [snapshot for snapshot in ring.good if snapshot.step in common]
         if not ring.good:
             incident.notes += ("there is no known-good snapshot to go back to",)
@@ -180,26 +195,32 @@ class Rollback(Responder):
                 f"the budget of {self.max_rollbacks} rollbacks in {self.window} steps is used up",
             )
             return None
-        snapshot, passed = self._choose(set(doubtful))
+        snapshot, passed = self._choose(set(doubtful), further=against is not None)
         incident.notes += tuple(
             f"the snapshot of step {step} is passed over: {doubtful[step]}" for step in passed
         )
-        self._failed_until = max(self._failed_until, incident.step)
         further = snapshot is not ring.good[-1]
+        if against is not None and further:
+            incident.notes += (f"one snapshot further back than last time: {against}",)
         ring.go_back_to(snapshot)
+        self._tell(run)
         run.restore(snapshot)
+        self._retreat.went_to(snapshot, incident.step)
         run.known_good = snapshot
+        if self.replays_data:
+            run.course.go_back_to(snapshot, run)
         if further:  # a restart is to go on from here, too, and not from the later ones
             snapshot.iteration = run.iteration
             if self.on_disk and snapshot.step:
                 run.states.save(snapshot, now=run.iteration)
         lost, left = incident.step - snapshot.step, self._budget.left(run.iteration)
+        what = f"{lost} steps are repeated" if self.replays_data else f"{lost} steps lost"
         return Recovery(
             outcome=Outcome.ROLLED_BACK,
             apply=False,
             step=snapshot.step,
-            message=f"rolled back to step {snapshot.step} ({lost} steps lost, {left} of {self.max_rollbacks} "
-            "rollbacks left)",
+            message=f"rolled back to step {snapshot.step} ({what}, {left} of {self.max_rollbacks} rollbacks "
+            "left)",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,10 +231,10 @@ class Rollback(Responder):
         """Take back what `state_dict` returned."""
         self._budget.load_state_dict(state)
 
-    def _choose(self, doubtful: set[int]) -> tuple[Snapshot, list[int]]:
+    def _choose(self, doubtful: set[int], *, further: bool) -> tuple[Snapshot, list[int]]:
         """Return the snapshot to go back to, and the steps of those that are passed over for their looks."""
         good = self._ring.good
-        last = len(good) - (1 if self._past_trouble or len(good) == 1 else 2)
+        last = len(good) - (2 if further and len(good) > 1 else 1)
         for index in range(last, -1, -1):
             if good[index].step not in doubtful:
                 return good[index], [snapshot.step for snapshot in good[index + 1 : last + 1]]
@@ -221,7 +242,7 @@ class Rollback(Responder):
 
     def _take(self, run: Run) -> list[Finding]:
         """Take a snapshot, and have its soundness settled before the loop goes on."""
-        if self.confirm_after == 0 and self._past_trouble:  # it is good at once: look first
+        if self.confirm_after == 0 and self._retreat.past_trouble:  # it is good at once: look first
             evidence = self._look(run)
             if evidence is not None:
                 value = torch.tensor(True)
@@ -232,6 +253,7 @@ class Rollback(Responder):
             return []
         norms = run.health.norms()
         self._ring.add(run.capture(norms=norms))
+        self._tell(run)
         on_device = [norm for norm in norms.values() if norm.device == run.host.device]
         on_host = [float(norm) for norm in norms.values() if norm.device.type == "cpu"]
         finite = all(map(math.isfinite, on_host))  # for those nobody need wait for the device
@@ -272,13 +294,14 @@ class Rollback(Responder):
         value = torch.tensor(True)
         return [Finding(kind=evidence.kind, value=value, action=evidence.action, confirm=lambda: evidence)]
 
-    @property
-    def _past_trouble(self) -> bool:
-        """False while the run repeats steps that led to a rollback: its snapshots may lead there too."""
-        return self._failed_until < 0
+    def _tell(self, run: Run) -> None:
+        """Have the event log say which snapshots there are now."""
+        run.journal.append(("snapshots", self._ring.as_dict()))
 
     def _promote(self, snapshot: Snapshot, run: Run) -> None:
         self._ring.promote(snapshot)
+        run.course.forget_before(self._ring.good[0])
+        self._tell(run)
         run.known_good = snapshot
         if self.on_disk and snapshot.step:
             run.states.save(snapshot, now=run.iteration)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gradsentinel import events
 from gradsentinel.callback import Detector
-from gradsentinel.callbacks.overflow import clear_overflow_flag, overflow_flag, saturates
 from gradsentinel.callbacks.peaks import ACTIVATION, GRADIENT, Peaks, Site
 from gradsentinel.decision import Action, Kind
+from gradsentinel.devices import device_of
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.gradients import GradientView
@@ -60,7 +60,9 @@ class SaturationCallback(Detector):
     wrong. Looks for gradients of at least 0.99 times the largest number of their type (or at exactly
     65504 in float32, where a float16 gradient was copied from), at the device's own overflow flag where
     there is one, and on sampled steps at what modules put out in float16 or bfloat16. With a GradScaler
-    it looks at the scaled gradients, and has the scaler lower its scale. Called on: every rank.
+    it looks at the scaled gradients, and has the scaler lower its scale; an overflow that the scaler sees
+    by itself is its own business. On a device that saturates it is added to the callbacks if it is not
+    among them. Called on: every rank.
     """
 
     action: Action | str = Action.RETRY
@@ -79,6 +81,8 @@ class SaturationCallback(Detector):
     _peaks: Peaks | None = field(default=None, init=False, repr=False)
     _seen: bool = field(default=False, init=False, repr=False)
     """True if a micro-batch's gradients were looked at in this step."""
+    _found: list[tuple[Finding, bool]] = field(default_factory=list, init=False, repr=False)
+    """What the micro-batches of this step showed, and whether it may be the GradScaler's business."""
     _looked: list[_Looked] = field(default_factory=list, init=False, repr=False)
     """What is still to be told where the step's final gradients are."""
     _number: int = field(default=0, init=False, repr=False)
@@ -104,33 +108,45 @@ class SaturationCallback(Detector):
         """Take note of the model; the first step's activations are looked at."""
         self._run = event.run
         self._peaks = Peaks(event.run)
-        clear_overflow_flag(event.run.host.device)
+        self._forget_flag()
         self._prepare()
 
-    def on_after_backward(self, event: events.AfterBackward) -> Sequence[Finding]:
+    def on_step_start(self, event: events.StepStart) -> None:
+        """Forget a step that came to nothing."""
+        self._found.clear()
+        self._looked.clear()
+        self._seen = False
+
+    def on_after_backward(self, event: events.AfterBackward) -> None:
         """Look at the gradients as the backward pass left them, at the flag, and at the activations."""
         self._seen = True
         with self._hooks_off_on_failure():
-            return self._look(event.gradients, event.microbatch, half=event.scaled)
+            self._found += self._look(event.gradients, event.microbatch, half=event.scaled)
 
     def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
-        """Look at what no micro-batch showed, in a loop that runs its own backward pass."""
-        findings = []
+        """Report what the micro-batches showed; look now in a loop that runs its own backward pass."""
         with self._hooks_off_on_failure():
             if not self._seen:
                 scale = event.loss_scale
-                findings = self._look(event.gradients, None, half=scale is not None, scale=scale)
+                self._found += self._look(event.gradients, None, half=scale is not None, scale=scale)
             for looked in self._looked:
                 looked.view = event.gradients
+            findings = [_unless(event.overflow, one) if scalers else one for one, scalers in self._found]
+            self._found.clear()
             self._looked.clear()
             self._seen = False
-            if self._run is not None:
-                clear_overflow_flag(self._run.host.device)
+            self._forget_flag()
             if self._peaks is not None and self._peaks.failure is not None:
                 raise self._peaks.failure
             self._number += 1
             self._prepare()
         return findings
+
+    def on_after_step(self, event: events.AfterStep) -> None:
+        """Forget what ran since: norms set the flag, too, and a step computed again is measured."""
+        self._forget_flag()
+        if self._peaks is not None:
+            self._peaks.take()
 
     def on_recovery(self, event: events.RecoveryEvent) -> None:
         """Have the GradScaler lower its scale: it sees no infinity, and would raise it for ever."""
@@ -172,18 +188,18 @@ class SaturationCallback(Detector):
 
     def _look(
         self, view: GradientView, microbatch: int | None, *, half: bool, scale: Tensor | None = None
-    ) -> list[Finding]:
-        findings = []  # what comes first in the step comes first here: it is what the others follow from
+    ) -> list[tuple[Finding, bool]]:
+        """Return what is found, and whether a GradScaler may see it by itself."""
+        flag = self._flag()  # before the looks below can set it
+        found = []  # what comes first in the step comes first here: it is what the others follow from
         if self._peaks is not None and self._peaks.attached:
-            findings += self._look_at_activations(self._peaks, microbatch)
+            found += self._look_at_activations(self._peaks, microbatch)
         if self._number % self.every == 0 and len(view):
-            findings.append(self._look_at_gradients(view, microbatch, half=half, scale=scale))
-        flag = self._flag()
+            found.append((self._look_at_gradients(view, microbatch, half=half, scale=scale), True))
         if flag is not None:
-            findings.append(
-                self._finding(flag.reshape(()) != 0, lambda: self._confirm_flag(microbatch), microbatch)
-            )
-        return findings
+            value = flag.reshape(()) != 0
+            found.append((self._finding(value, lambda: self._confirm_flag(microbatch), microbatch), True))
+        return found
 
     def _look_at_gradients(
         self, view: GradientView, microbatch: int | None, *, half: bool, scale: Tensor | None
@@ -215,9 +231,13 @@ class SaturationCallback(Detector):
     def _flag(self) -> Tensor | None:
         if self.overflow_flag is not None:
             return self.overflow_flag()
-        return None if self._run is None else overflow_flag(self._run.host.device)
+        return None if self._run is None else device_of(self._run.host.device).overflow_flag()
 
-    def _look_at_activations(self, peaks: Peaks, microbatch: int | None) -> list[Finding]:
+    def _forget_flag(self) -> None:
+        if self._run is not None:
+            device_of(self._run.host.device).clear_overflow_flag()
+
+    def _look_at_activations(self, peaks: Peaks, microbatch: int | None) -> list[tuple[Finding, bool]]:
         measured = peaks.take()
         findings = []
         for dtype in _HALF:
@@ -225,7 +245,8 @@ class SaturationCallback(Detector):
                 found = measured.at_the_end(what, dtype, below=what == GRADIENT)
                 if found is not None:
                     confirm = partial(self._confirm_activations, *found, microbatch)
-                    findings.append(self._finding(found[1].any(), confirm, microbatch))
+                    finding = self._finding(found[1].any(), confirm, microbatch)
+                    findings.append((finding, what == GRADIENT))  # no scale helps a forward pass
         return findings
 
     def _finding(
@@ -297,7 +318,7 @@ class SaturationCallback(Detector):
         self._attentive = self._number + _ATTENTION
         self._prepare()
         device = self._run.host.device if self._run is not None else torch.device("cpu")
-        saturating = certain or saturates(device)
+        saturating = certain or device_of(device).saturates
         facts = ["every value is finite, so that no look for NaN and Inf finds it"]
         facts.append(
             f"{device} makes the largest finite number of an overflow"
@@ -327,3 +348,11 @@ class SaturationCallback(Detector):
             ),
             details=details or {},
         )
+
+
+def _unless(overflow: Tensor | None, finding: Finding) -> Finding:
+    """Return the finding, void where the GradScaler has seen an overflow: it drops the step by itself."""
+    if overflow is None:
+        return finding
+    handled = overflow.reshape(()) > 0
+    return replace(finding, value=finding.value.logical_and(handled.logical_not().to(finding.value.device)))

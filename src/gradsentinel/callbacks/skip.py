@@ -67,6 +67,7 @@ class Skip(Responder):
     def on_run_start(self, event: events.RunStart) -> None:
         """Remember the run."""
         self._run = event.run
+        event.run.budgets[type(self).__name__] = self._budget.as_dict
 
     def on_incident(self, event: events.IncidentEvent) -> None:
         """Hold on to the step's batches until it is clear what becomes of it."""
@@ -139,8 +140,9 @@ def _cause(incident: Incident) -> tuple[str, bool]:
 
 
 def _chosen(scene: Sequence[MicroBatch], incident: Incident) -> Sequence[MicroBatch]:
-    """The micro-batch that is to blame, or all of the step if that is not known."""
-    return [one for one in scene if one.index == incident.microbatch] or scene
+    """The micro-batches that are to blame, or all of the step if that is not known."""
+    bad = incident.details.get("bad_microbatches") or [incident.microbatch]
+    return [one for one in scene if one.index in bad] or scene
 
 
 def _drawn(microbatch: MicroBatch, incident: Incident, run: Run) -> _Drawn:

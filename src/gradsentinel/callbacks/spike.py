@@ -93,6 +93,8 @@ class SpikeCallback(Detector):
     """By player and signal."""
     _grouped: dict[str, GroupNorms] = field(default_factory=dict, init=False, repr=False)
     _sights: dict[int, Sight] = field(default_factory=dict, init=False, repr=False)
+    _glance: tuple[int, str, dict[str, Band]] | None = field(default=None, init=False, repr=False)
+    """Of a step that needed no more: its number, its player and what was expected."""
     _shown: dict[tuple[str, str], Band] = field(default_factory=dict, init=False, repr=False)
     """The bounds that were published last."""
     _past: deque[Past] = field(default_factory=lambda: deque(maxlen=64), init=False, repr=False)
@@ -137,6 +139,23 @@ class SpikeCallback(Detector):
         """Remember the run."""
         self._run = event.run
 
+    def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool | None:
+        """Return True if norm and loss are where they are expected; None if groups are watched too."""
+        run = self._run
+        if run is None or self.groups is not None:
+            return None
+        player, bands = player_of(run), {}
+        for name in _SIGNALS:
+            if not getattr(self, name) or (name == "loss" and not losses):
+                continue
+            band = self._baseline(player, name).expect()
+            if band is not None:
+                bands[name] = band
+                if not band.holds(norm if name == "grad_norm" else math.fsum(losses) / len(losses)):
+                    return False
+        self._glance = step, player, bands
+        return True
+
     def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
         """Compare loss and norm with what is expected, on the device."""
         run = self._run
@@ -163,18 +182,24 @@ class SpikeCallback(Detector):
     def on_after_step(self, event: events.AfterStep) -> None:
         """Learn from a healthy step; what was outside only counts towards a new level."""
         sight = self._sights.pop(event.step, None)
-        if self._run is None or sight is None or event.scaler_skipped or event.action is Action.ROLLBACK:
+        if sight is not None:
+            player, bands = sight.player, sight.bands
+        elif self._glance is not None and self._glance[0] == event.step:
+            _, player, bands = self._glance
+        else:
+            return
+        if self._run is None or event.scaler_skipped or event.action is Action.ROLLBACK:
             return
         norm = event.grad_norm
-        if not math.isfinite(norm) and sight.true_norm is not None:
+        if not math.isfinite(norm) and sight is not None and sight.true_norm is not None:
             norm = sight.true_norm
         for name, value in (("loss", event.loss), ("grad_norm", norm)):
             if value is not None and getattr(self, name):
-                self._baseline(sight.player, name).learn(event.step, value, healthy=event.applied)
-                self._publish(sight, name, event.iteration)
+                self._baseline(player, name).learn(event.step, value, healthy=event.applied)
+                self._publish(player, bands.get(name), name, event.iteration)
         if self.loss and self.grad_norm:
-            learnt = self._baseline(sight.player, "loss").negligible
-            self._baseline(sight.player, "grad_norm").ease = _LEARNT if learnt else 1.0
+            learnt = self._baseline(player, "loss").negligible
+            self._baseline(player, "grad_norm").ease = _LEARNT if learnt else 1.0
         rate = max(event.learning_rates, default=None)
         self._past.append(Past(event.step, event.loss, norm, rate))
 
@@ -189,6 +214,7 @@ class SpikeCallback(Detector):
         for grouped in self._grouped.values():
             grouped.forget_from(step)
         self._sights.clear()
+        self._glance = None
         kept = [entry for entry in self._past if entry.step < step]
         self._past = deque(kept, maxlen=self._past.maxlen)
 
@@ -214,14 +240,13 @@ class SpikeCallback(Detector):
                 self._grouped[player] = self._new_groups()
                 self._grouped[player].load_state_dict(kept)
 
-    def _publish(self, sight: Sight, name: str, iteration: int) -> None:
+    def _publish(self, player: str, band: Band | None, name: str, iteration: int) -> None:
         """Leave a bound that has moved where TensorBoard finds it."""
-        band = sight.bands.get(name)
-        if self._run is None or band is None or band.early or band is self._shown.get((sight.player, name)):
+        if self._run is None or band is None or band.early or band is self._shown.get((player, name)):
             return
-        self._shown[sight.player, name] = band
-        player = "" if sight.player == "all" else f"/optimizer{sight.player}"
-        self._run.metrics[f"spike/{name}_bound{player}"] = (iteration, band.high)
+        self._shown[player, name] = band
+        whose = "" if player == "all" else f"/optimizer{player}"
+        self._run.metrics[f"spike/{name}_bound{whose}"] = (iteration, band.high)
 
     # -- on the device -------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ not show the fault again, or a fix does not hold; 2 the command or a path cannot
 tried.
 """
 
-from gradsentinel.cli import commands, parameters, replaying, verifying
+from gradsentinel.cli import commands, parameters, replaying, reporting, snapshots, verifying
 from gradsentinel.cli.application import app, main
 
-__all__ = ["app", "commands", "main", "parameters", "replaying", "verifying"]
+__all__ = ["app", "commands", "main", "parameters", "replaying", "reporting", "snapshots", "verifying"]

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from gradsentinel.errors import StoreError
-from gradsentinel.wording import printable
+from gradsentinel.wording import id_order, printable
 
 
 def console(*, endless: bool = False) -> Console:
@@ -88,9 +88,8 @@ def files_in(bundle: Path) -> list[tuple[str, int]]:
 
 
 def _ids(incidents: Path) -> list[str]:
-    return sorted(
-        entry.name for entry in incidents.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+    entries = (entry for entry in incidents.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return sorted((entry.name for entry in entries), key=id_order)
 
 
 def _step(incident_id: str) -> str:

@@ -12,30 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsentinel.cli.application import app
-from gradsentinel.cli.output import choose, console, print_json
-from gradsentinel.cli.rerun import (
-    AsJson,
-    Device,
-    Id,
-    Incident,
-    Modules,
-    OwnWeights,
-    RankNumber,
-    TargetName,
-    cpu,
-    device_named,
-    directory_of,
-    dtype_named,
-    import_all,
-    stage_of,
-    user_code,
-)
+from gradsentinel.cli.output import console, print_json
+from gradsentinel.cli.rerun import Rerun, cpu, dtype_named, on_a_saved_step
 from gradsentinel.wording import printable
 
 if TYPE_CHECKING:
     import torch
 
-    from gradsentinel.diagnosis.bundle import Bundle
     from gradsentinel.diagnosis.offline import Outcome
     from gradsentinel.diagnosis.operator import OperatorCall
     from gradsentinel.diagnosis.stage import Stage
@@ -53,43 +36,30 @@ _HELP = (
 
 
 @app.command(help=_HELP)
+@on_a_saved_step
 def replay(
-    incident: Incident,
-    incident_id: Id = None,
+    rerun: Rerun,
     *,
-    target: TargetName = None,
-    device: Device = None,
     dtype: Annotated[
         str | None, typer.Option(help="Run in this floating dtype instead, such as float32.")
     ] = None,
-    rank: RankNumber = None,
-    own_weights: OwnWeights = False,
-    modules: Modules = None,
-    as_json: AsJson = False,
-) -> None:
-    """Run a failing step again, here, and repeat the verdict."""
-    from gradsentinel.diagnosis.bundle import Bundle  # noqa: PLC0415 - imports torch
-
-    bundle = Bundle(directory_of(choose(incident, incident_id, "replay")), rank)
-    place, kind = device_named(device), dtype_named(dtype)
-    with user_code():
-        import_all(modules)
-        if target is None:
-            code = _replay_operator(bundle, place, kind, as_json=as_json)
-        else:
-            code = _replay_step(bundle, target, place, kind, own_weights=own_weights, as_json=as_json)
-    raise typer.Exit(code)
-
-
-def _replay_operator(
-    bundle: Bundle, device: torch.device | None, dtype: torch.dtype | None, *, as_json: bool
 ) -> int:
+    """Run a failing step again, here, and repeat the verdict."""
+    wanted = dtype_named(dtype)
+    if rerun.target is None:
+        return _replay_operator(rerun, wanted)
+    return _replay_step(rerun, rerun.target, wanted)
+
+
+def _replay_operator(rerun: Rerun, dtype: torch.dtype | None) -> int:
     from gradsentinel.diagnosis import operator  # noqa: PLC0415 - imports torch
     from gradsentinel.diagnosis.stage import CannotReplay  # noqa: PLC0415 - imports torch
 
-    if not bundle.has("operator"):
-        raise CannotReplay(_no_operator(bundle))
-    call = bundle.operator(device=device or cpu(), dtype=dtype)
+    bundle, device = rerun.bundle, rerun.device or cpu()
+    reason = bundle.why_no_operator()
+    if reason is not None:
+        raise CannotReplay(f"{bundle.directory}: {reason}; give --target to run the whole step")
+    call = bundle.operator(device=device, dtype=dtype)
     _, meta = bundle.read("operator")
     function = operator.find(call.name)
     try:
@@ -101,25 +71,22 @@ def _replay_operator(
     facts = {
         "incident": bundle.incident.id,
         "operator": call.name.replace("::", "."),
-        "device": str(device or "cpu"),
+        "device": str(device),
         "inputs": _described([call.args, dict(call.kwargs)]),
         "outputs": _described(outputs),
         "reproduced": again,
     }
-    if as_json:
+    if rerun.as_json:
         print_json(facts)
     else:
         _print_operator(console(), call, facts, again=again, function=meta.get("function"))
+        if not again and dtype is not None:
+            console().print(f"Without --dtype {_name(dtype)} it runs in the dtype of the run.")
     return 0 if again else 1
 
 
-def _no_operator(bundle: Bundle) -> str:
-    facts = bundle.facts()
-    if facts.get("level") == "light":
-        return f"{bundle.directory} holds no operator to run: its level is light"
-    reasons = [str(text) for text in facts.get("left_out", ()) if "operator" in text or "inputs of" in text]
-    why = reasons[0] if reasons else "the diagnosis blames none"
-    return f"{bundle.directory} holds no operator to run: {why}; give --target to run the whole step"
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _described(value: Any) -> list[dict[str, Any]]:
@@ -155,22 +122,15 @@ def _in_words(entry: Mapping[str, Any]) -> str:
     return text
 
 
-def _replay_step(
-    bundle: Bundle,
-    target: str,
-    device: torch.device | None,
-    dtype: torch.dtype | None,
-    *,
-    own_weights: bool,
-    as_json: bool,
-) -> int:
+def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None) -> int:
     from gradsentinel.diagnosis import offline  # noqa: PLC0415 - imports torch
     from gradsentinel.diagnosis.stage import CannotReplay, settings_of  # noqa: PLC0415 - imports torch
 
+    bundle = rerun.bundle
     reason = offline.reason_against(bundle.incident)
     if reason is not None:
         raise CannotReplay(reason)
-    stage = stage_of(bundle, target, device, dtype, own_weights=own_weights, fixed=False)
+    stage = rerun.stage(target, dtype)
     recorded = bundle.incident.diagnosis
     with settings_of(bundle):
         outcome = offline.compute(stage)
@@ -181,7 +141,7 @@ def _replay_step(
             stage.said.append("what autocast makes half precision was computed in float32, too")
         verdict = offline.judge(stage) if _worth_judging(recorded, outcome) else None
     same = offline.same_verdict(recorded, verdict) and (not outcome.finite or verdict is not None)
-    if as_json:
+    if rerun.as_json:
         print_json(
             {
                 "incident": bundle.incident.id,
@@ -219,7 +179,8 @@ def _print_step(
         out.print(Text(f"  {printable(said)}"))
     losses = ", ".join(f"{float(one.loss):.6g}" for one in outcome.computed)
     result = "all is finite" if outcome.finite else f"not finite: {outcome.in_words()}"
-    out.print(Text(f"  loss {losses}; {printable(result)}"))
+    then = "" if incident.loss is None else f" (then {incident.loss:.6g})"
+    out.print(Text(f"  loss {losses}{then}; {printable(result)}"))
     if verdict is not None or recorded is not None:
         out.print(_comparison(recorded, verdict))
     for text in () if verdict is None else verdict.evidence:
@@ -249,5 +210,8 @@ def _conclusion(outcome: Outcome, *, same: bool) -> str:
     if same:
         return "The failure is there again, with the same verdict."
     if outcome.finite:
-        return "The failure is not there: with this model and these weights, here, all is finite."
+        return (
+            "The failure is not there: with this model and these weights, here, all is finite. "
+            "If this is the program that failed: does the factory build it with the same dtype and autocast?"
+        )
     return "The failure is there again, but the verdict is another one."

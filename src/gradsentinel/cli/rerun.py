@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from gradsentinel.cli.output import choose
 from gradsentinel.errors import GradSentinelError
 
 if TYPE_CHECKING:
@@ -53,6 +56,86 @@ Modules = Annotated[
     typer.Option("--import", metavar="NAME", help="Import this first, as for custom operators."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the outcome as a JSON object.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """What a command was asked to run again, and how."""
+
+    bundle: Bundle
+    target: str | None
+    device: torch.device | None
+    own_weights: bool
+    as_json: bool
+
+    def stage(self, target: str, dtype: torch.dtype | None = None, *, fixed: bool = False) -> Stage:
+        """Return the saved step with the model of that target in it; `fixed` as for `set_up`."""
+        from gradsentinel.diagnosis.stage import set_up, settings_of  # noqa: PLC0415 - imports torch
+        from gradsentinel.diagnosis.target import load_target  # noqa: PLC0415 - imports torch
+
+        own = self.own_weights
+        with settings_of(self.bundle):
+            loaded = load_target(target)
+            return set_up(self.bundle, loaded, device=self.device, dtype=dtype, own_weights=own, fixed=fixed)
+
+
+def on_a_saved_step(function: Callable[..., int]) -> Callable[..., None]:
+    """Give a command the options that say which saved step to run, and with what.
+
+    It is called with a `Rerun` and the options of its own, and returns the exit code.
+    """
+    command = function.__name__
+
+    def run(
+        *,
+        incident: Path,
+        incident_id: str | None,
+        target: str | None,
+        device: str | None,
+        rank: int | None,
+        own_weights: bool,
+        modules: list[str] | None,
+        as_json: bool,
+        **own: Any,
+    ) -> None:
+        from gradsentinel.diagnosis.bundle import Bundle  # noqa: PLC0415 - imports torch
+
+        rerun = Rerun(
+            bundle=Bundle(directory_of(choose(incident, incident_id, command)), rank),
+            target=target,
+            device=device_named(device),
+            own_weights=own_weights,
+            as_json=as_json,
+        )
+        with user_code():
+            import_all(modules)
+            code = function(rerun, **own)
+        raise typer.Exit(code)
+
+    parameters = _parameters(function)
+    run.__name__, run.__doc__, run.__module__ = command, function.__doc__, function.__module__
+    setattr(run, "__signature__", inspect.Signature(parameters))  # noqa: B010 - what typer goes by
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _parameters(function: Callable[..., int]) -> list[inspect.Parameter]:
+    """Return the shared parameters, and between them those of the function's own, which follow its first."""
+    hints = get_type_hints(function, localns={"Rerun": Rerun}, include_extras=True)
+    own = list(inspect.signature(function).parameters.values())[1:]
+    shared = {
+        "incident": (Incident, inspect.Parameter.empty),
+        "incident_id": (Id, None),
+        "target": (TargetName, None),
+        **{parameter.name: (hints[parameter.name], parameter.default) for parameter in own},
+        "device": (Device, None),
+        "rank": (RankNumber, None),
+        "own_weights": (OwnWeights, False),
+        "modules": (Modules, None),
+        "as_json": (AsJson, False),
+    }
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in shared.items()]
 
 
 class UserCodeFailed(GradSentinelError):
@@ -120,21 +203,3 @@ def import_all(modules: list[str] | None) -> None:
         sys.path.insert(0, here)
     for name in modules or ():
         importlib.import_module(name)
-
-
-def stage_of(
-    bundle: Bundle,
-    name: str,
-    device: torch.device | None,
-    dtype: torch.dtype | None,
-    *,
-    own_weights: bool,
-    fixed: bool,
-) -> Stage:
-    """Return the saved step with the target's model in it; `fixed` as for `set_up`."""
-    from gradsentinel.diagnosis.stage import set_up, settings_of  # noqa: PLC0415 - imports torch
-    from gradsentinel.diagnosis.target import load_target  # noqa: PLC0415 - imports torch
-
-    with settings_of(bundle):
-        target = load_target(name)
-        return set_up(bundle, target, device=device, dtype=dtype, own_weights=own_weights, fixed=fixed)

@@ -8,23 +8,8 @@ import typer
 from rich.text import Text
 
 from gradsentinel.cli.application import app
-from gradsentinel.cli.output import choose, complain, console, print_json
-from gradsentinel.cli.rerun import (
-    AsJson,
-    Device,
-    Id,
-    Incident,
-    Modules,
-    OwnWeights,
-    RankNumber,
-    TargetName,
-    cpu,
-    device_named,
-    directory_of,
-    import_all,
-    stage_of,
-    user_code,
-)
+from gradsentinel.cli.output import complain, console, print_json
+from gradsentinel.cli.rerun import Rerun, cpu, on_a_saved_step
 from gradsentinel.wording import printable
 
 if TYPE_CHECKING:
@@ -42,11 +27,10 @@ _HELP = (
 
 
 @app.command(help=_HELP)
+@on_a_saved_step
 def verify(
-    incident: Incident,
-    incident_id: Id = None,
+    rerun: Rerun,
     *,
-    target: TargetName = None,
     before: Annotated[
         str | None,
         typer.Option(
@@ -55,31 +39,19 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    device: Device = None,
-    rank: RankNumber = None,
-    own_weights: OwnWeights = False,
-    modules: Modules = None,
-    as_json: AsJson = False,
-) -> None:
+) -> int:
     """Run the fixed model on the saved scene of a failure and say whether the fix holds; made for CI."""
     from gradsentinel.diagnosis import verify as verifying  # noqa: PLC0415 - imports torch
-    from gradsentinel.diagnosis.bundle import Bundle  # noqa: PLC0415 - imports torch
 
-    bundle = Bundle(directory_of(choose(incident, incident_id, "verify")), rank)
-    place = device_named(device)
-    with user_code():
-        import_all(modules)
-        if target is None:
-            found = verifying.verify_operator(bundle, device=place or cpu())
-            said: list[str] = []
-        else:
-            stage = stage_of(bundle, target, place, None, own_weights=own_weights, fixed=True)
-            control = None
-            if before is not None:
-                control = stage_of(bundle, before, place, None, own_weights=own_weights, fixed=True)
-            found, said = verifying.verify(stage, control), stage.said
-    _print_verification(bundle, found, said, as_json=as_json)
-    raise typer.Exit({True: 0, False: 1, None: 2}[found.holds])
+    if rerun.target is None:
+        found = verifying.verify_operator(rerun.bundle, device=rerun.device or cpu())
+        said: list[str] = []
+    else:
+        stage = rerun.stage(rerun.target, fixed=True)
+        control = None if before is None else rerun.stage(before, fixed=True)
+        found, said = verifying.verify(stage, control), stage.said
+    _print_verification(rerun.bundle, found, said, as_json=rerun.as_json)
+    return {True: 0, False: 1, None: 2}[found.holds]
 
 
 _MARKS = {True: ("ok", "green"), False: ("BAD", "bold red"), None: ("-", "dim")}

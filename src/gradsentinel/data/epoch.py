@@ -1,4 +1,4 @@
-"""The epoch in flight: how a restarted run gets to the same place in the data again."""
+"""An epoch that was begun: how a run gets to the same place in the data again, or begins it anew."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from gradsentinel.data.sampler import sampler_of
 from gradsentinel.state.rng import RngState
+from gradsentinel.testing import record_swallowed
 
 logger = logging.getLogger("gradsentinel")
 
@@ -21,14 +22,30 @@ class EpochStart:
     """What decides in which order a loader is going to give its batches.
 
     These are the global random states when its iteration begins (a shuffling DataLoader draws its seed
-    from them), those of the loader's own generators, and what a loader with a state_dict (torchdata's
-    StatefulDataLoader) says itself. A sampler that shuffles by epoch number needs its `set_epoch`.
+    from them), those of the loader's own generators, the epoch that its sampler was told, and what a loader
+    with a state_dict (torchdata's StatefulDataLoader) says itself.
+
+    Args:
+        loader: before it is iterated over.
+        device_types: accelerators whose random states belong to it.
+        whole: ask a loader with a state_dict now, so that it can be made to begin like this again. Without
+            it the start is only good for going on from a later place.
     """
 
-    def __init__(self, loader: Iterable[Any], device_types: Iterable[str] = ()) -> None:
+    def __init__(
+        self, loader: Iterable[Any], device_types: Iterable[str] = (), *, whole: bool = False
+    ) -> None:
         self._loader = loader
         self._rng = RngState.capture(device_types)
         self._generators = [generator.get_state() for generator in _generators(loader)]
+        self._epoch = told_epoch(loader)
+        self._at_start: Any = None
+        if whole and _has_state(loader):
+            try:
+                self._at_start = loader.state_dict()  # type: ignore[attr-defined]
+            except Exception as error:  # somebody else's loader must not end a sound run
+                logger.exception("%s does not say where it is at its start", type(loader).__name__)
+                record_swallowed(error)
 
     @classmethod
     def of(cls, loader: Iterable[Any], saved: Mapping[str, Any]) -> EpochStart:
@@ -37,14 +54,24 @@ class EpochStart:
         if "rng" in saved:
             start._rng = RngState.from_tree(saved["rng"])
             start._generators = list(saved.get("generators", ()))
+            start._epoch = saved.get("epoch")
+        start._at_start = saved.get("loader")
         return start
 
-    def state(self) -> dict[str, Any]:
-        """Return what `go_on` needs, for an archive."""
+    def state(self, *, at_start: bool = False) -> dict[str, Any]:
+        """Return what `go_on` needs, for an archive: to go on from where the loader is, or from its start."""
         state: dict[str, Any] = {"rng": self._rng.to_tree(), "generators": list(self._generators)}
-        if _has_state(self._loader):
+        if self._epoch is not None:
+            state["epoch"] = self._epoch
+        if at_start and self._at_start is not None:
+            state["loader"] = self._at_start
+        elif _has_state(self._loader) and not at_start:
             state["loader"] = self._loader.state_dict()  # type: ignore[attr-defined]
         return state
+
+    def is_now(self, now: RngState) -> bool:
+        """Say whether the global generators are where they were when it began."""
+        return _alike(self._rng.to_tree(), now.to_tree())
 
 
 def go_on(
@@ -54,16 +81,21 @@ def go_on(
 
     A loader that has a state takes its own back. Any other is made to begin as it did then. Through a
     `SkipBatches` sampler nothing is read; else the batches are, and left out. The random states are
-    afterwards what they are now.
+    afterwards what they are now; at the start of an epoch, what they were then.
     """
-    if _has_state(loader) and "loader" in saved:
-        loader.load_state_dict(saved["loader"])  # type: ignore[attr-defined]
-        return iter(loader)
     before = RngState.capture(device_types)
-    if "rng" in saved:
+    with_state = _has_state(loader) and "loader" in saved
+    if "rng" in saved and not (with_state and done):
         RngState.from_tree(saved["rng"]).restore()
         for generator, state in zip(_generators(loader), saved.get("generators", ()), strict=False):
             generator.set_state(state)
+    tell_epoch(loader, saved.get("epoch"))
+    if with_state:
+        loader.load_state_dict(saved["loader"])  # type: ignore[attr-defined]
+        iterator = iter(loader)
+        if done:
+            before.restore()
+        return iterator
     sampler = sampler_of(loader)
     if sampler is not None:  # it need not read them, and leaves out some
         sampler.start_at(done)
@@ -80,16 +112,71 @@ def go_on(
     return iterator
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a DataLoader and of its samplers, each once."""
-    found: dict[int, torch.Generator] = {}
+def begin_again(
+    loader: Iterable[B], start: EpochStart, first: int, device_types: Iterable[str] = ()
+) -> Iterator[B]:
+    """Return an iterator over an epoch that this process has begun before, in the same order.
+
+    The random states are afterwards what beginning it makes of those there are now, as long as these are
+    the same as then. If they are others (a batch in between was left out, and so were its draws) the order
+    is still that of then, and they stay what they are.
+    """
+    now = RngState.capture(device_types)
+    iterator = go_on(loader, start.state(at_start=True), first, device_types)
+    if first or start.is_now(now):
+        return iterator
+    begun = list(itertools.islice(iterator, 1))  # only then the order is drawn
+    now.restore()
+    return itertools.chain(begun, iterator)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+
+
+def _parts(loader: Any) -> Iterator[Any]:
+    """A loader, its batch sampler, the sampler in it, and one more that may be wrapped."""
     owner = loader
-    for _ in range(4):  # DataLoader, batch sampler, sampler, and one that wraps it
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
+    for _ in range(4):
+        if owner is None:
+            return
+        yield owner
         inner = [getattr(owner, name, None) for name in ("batch_sampler", "sampler")]
         owner = next((one for one in inner if one is not None), None)  # one may have no length, nor a truth
+
+
+def told_epoch(loader: Any) -> int | None:
+    """Return the epoch that a sampler which shuffles by its number was told last (a DistributedSampler)."""
+    for part in _parts(loader):
+        epoch = getattr(part, "epoch", None)
+        if hasattr(part, "set_epoch") and isinstance(epoch, int):
+            return epoch
+    return None
+
+
+def tell_epoch(loader: Any, epoch: int | None) -> None:
+    """Tell that sampler an epoch, if it has another one; None: there was nothing to be told."""
+    for part in _parts(loader):
+        told = getattr(part, "epoch", None)
+        if epoch is not None and hasattr(part, "set_epoch") and isinstance(told, int):
+            if told != epoch:
+                part.set_epoch(epoch)
+            return
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The generators of a DataLoader and of its samplers, each once."""
+    found = {
+        id(part.generator): part.generator
+        for part in _parts(loader)
+        if isinstance(getattr(part, "generator", None), torch.Generator)
+    }
     return list(found.values())
 
 

@@ -161,7 +161,7 @@ def _tensor(tensor: Tensor, ends: int | None) -> Iterator[bytes]:
         count = None if ends is None else max(1, ends // max(1, flat.dtype.itemsize))
         pieces = [flat] if count is None else [flat[:count], flat[-count:]]
         for piece in pieces:
-            octets = piece.contiguous().view(torch.uint8).cpu()
+            octets = piece.contiguous().cpu().view(torch.uint8)  # on the host the bits lie in order
             yield _bytes(octets)
 
 

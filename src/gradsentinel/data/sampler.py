@@ -61,11 +61,12 @@ class SkipBatches(Sampler[list[int]]):
         return len(self.batch_sampler)  # type: ignore[arg-type] # the DataLoader asks only if it has one
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the sampler inside."""
-        for inner in (self.batch_sampler, self.sampler):
-            if hasattr(inner, "set_epoch"):
-                inner.set_epoch(epoch)
-                return
+        """Pass the epoch on to the first sampler inside that counts them."""
+        inner: Any = self.batch_sampler
+        while inner is not None and not hasattr(inner, "set_epoch"):
+            inner = getattr(inner, "batch_sampler", getattr(inner, "sampler", None))
+        if inner is not None:
+            inner.set_epoch(epoch)
 
     def attend(self, run: Run) -> None:
         """Use the list of a run, from the next iteration on."""
@@ -87,6 +88,11 @@ class SkipBatches(Sampler[list[int]]):
     def drawn(self) -> int:
         """How many batches of this epoch were drawn or left out."""
         return self._drawing.number if self._drawing is not None else 0
+
+    @property
+    def left_out(self) -> int:
+        """How many batches of this epoch were left out so far."""
+        return self._drawing.left_out if self._drawing is not None else 0
 
     def number_of(self, count: int) -> int:
         """Return the number in the epoch of the batch that the loader has given as its `count`-th."""
@@ -113,6 +119,7 @@ class _Drawing(Iterator[list[int]]):
         self._start = start
         self._inner = iter(owner.batch_sampler)
         self.number = 0
+        self.left_out = 0
         self._numbers: list[int] = []
         self._indices: dict[int, tuple[int, ...]] = {}
         self._before: list[int] = []
@@ -126,6 +133,7 @@ class _Drawing(Iterator[list[int]]):
             kept = self._kept(number, drawn)
             if kept:
                 break
+            self.left_out += 1
         self._numbers.append(number)
         self._indices[number] = tuple(kept)
         self._indices.pop(number - _REMEMBERED, None)

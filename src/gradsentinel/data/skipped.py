@@ -276,6 +276,10 @@ class SkippedBatches:
         """Return where the records of a batch of this epoch are in the data set, if that is known."""
         return () if self._sampler is None or position is None else self._sampler.indices_of(position[1])
 
+    def expects(self, epoch: int, number: int) -> bool:
+        """Say whether a batch that was left out for this epoch only was drawn here before."""
+        return any((one.epoch, one.batch) == (epoch, number) and not one.for_good for one in self.entries)
+
     def find(self, epoch: int, number: int, batch: Any) -> SkippedBatch | None:
         """Return the entry for which a micro-batch is to be left out; called on every rank, in step."""
         content = Content(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,11 +155,20 @@ class Bundle:
         named = [entry.rank for entry in self.incident.ranks if entry.rank in ranks]
         self.rank = rank if rank is not None else next(iter(named or ranks), 0)
         if ranks and self.rank not in ranks:
-            raise StoreError(
-                f"{directory} has no part of rank {self.rank}; there are {', '.join(map(str, ranks))}"
-            )
+            raise StoreError(f"{directory} has no part of rank {self.rank}, {_whose(ranks)}")
         several = (directory / f"bundle-rank{self.rank}.json").exists()
         self.suffix = f"-rank{self.rank}" if several else ""
+
+    def why_no_operator(self) -> str | None:
+        """Return why there is no operator to be run alone, None if there is one."""
+        if self.has("operator"):
+            return None
+        facts = self.facts()
+        if facts.get("level") == "light":
+            return "it holds no operator to run: its level is light"
+        left_out = (str(text) for text in facts.get("left_out", ()))
+        reasons = [text for text in left_out if "operator" in text or "inputs of" in text]
+        return f"it holds no operator to run: {reasons[0] if reasons else 'the diagnosis blames none'}"
 
     def path(self, name: str) -> Path:
         """Return where one of the archives is, or would be."""
@@ -234,3 +243,9 @@ def ranks_in(directory: Path) -> list[int]:
     except OSError:
         return []
     return sorted({int(match[1] or 0) for name in names if (match := _MANIFEST.fullmatch(name))})
+
+
+def _whose(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"only that of rank {ranks[0]}: leave --rank out"
+    return f"but those of ranks {', '.join(map(str, ranks))}"

@@ -20,15 +20,19 @@ FINITE = {Kind.MAGNITUDE, Kind.SPIKE}
 _CERTAIN = 0.5
 
 
-_latest: dict[str, Findings] = {}
+def findings_of(incident: Incident, run: Run) -> Findings | None:
+    """Return what the replay of the incident of the step in flight showed on this rank, None for any other.
 
-
-def findings_of(incident: Incident) -> Findings | None:
-    """Return what the replay of the latest diagnosed incident showed on this rank, None for any other.
-
-    Holds the bad operator's inputs (`findings.origin.args`), for whoever wants to keep them.
+    Holds the bad operator's inputs (`findings.origin.args`), for whoever wants to keep them; the next step
+    lets go of them.
     """
-    return _latest.get(incident.id)
+    name, findings = run.scene.traced or ("", None)
+    return findings if name == incident.id else None
+
+
+def keep_findings(incident: Incident, findings: Findings) -> None:
+    """Keep what somebody else's replay of the incident showed on this rank, for `findings_of`."""
+    findings.run.scene.traced = (incident.id, findings)
 
 
 def diagnose(incident: Incident, run: Run) -> None:
@@ -36,7 +40,6 @@ def diagnose(incident: Incident, run: Run) -> None:
 
     Ranks run their own micro-batches, without talking; then they share what they found.
     """
-    _latest.clear()
     if incident.kind is Kind.RANK_DIVERGENCE and incident.diagnosis is None:
         incident.diagnosis = _desynchronised(incident)
     known = incident.diagnosis is not None and incident.diagnosis.confidence >= _CERTAIN
@@ -74,6 +77,8 @@ def _complete(incident: Incident, reports: Sequence[Report]) -> None:
     )
     incident.microbatch = best.microbatch if best.microbatch is not None else incident.microbatch
     incident.samples = best.samples or incident.samples
+    if len(best.microbatches) > 1:
+        incident.details["bad_microbatches"] = list(best.microbatches)
 
 
 def _desynchronised(incident: Incident) -> Diagnosis:
@@ -95,7 +100,7 @@ def _investigate(incident: Incident, run: Run, progress: Progress) -> Report:
     investigation = Investigation(incident, run, progress)
     report = investigation.report()
     if investigation.findings is not None:
-        _latest[incident.id] = investigation.findings
+        keep_findings(incident, investigation.findings)
     return report
 
 
@@ -106,13 +111,11 @@ def _not_replayed(incident: Incident, run: Run, reason: str) -> Report:
         return Report()
     armed: Armed = run.local.armed or Armed()
     run.local.armed = armed
-    seen = armed.explain(incident)
     said = f"the step was not run again: {reason}"
+    seen = armed.explain(incident, run)
     if seen is not None:
         return Report(diagnosis=replace(seen, evidence=(*seen.evidence, said)))
-    suspect = suspect_of(incident)
-    told: tuple[str, ...] = (said,)
-    if suspect is not None:
-        armed.arm(run, suspect)
-        told = (said, in_words(armed))
-    return Report(diagnosis=replace(before, evidence=(*before.evidence, *told)))
+    if armed.names:
+        said += "; the armed hooks saw nothing of where it began (code that calls no module, or compiled)"
+    armed.arm(run, suspect_of(incident))
+    return Report(diagnosis=replace(before, evidence=(*before.evidence, said, in_words(armed))))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gradsentinel._version import __version__
+from gradsentinel.devices import device_of
 
 _NAMES = (
     "CUDA_VISIBLE_DEVICES",
@@ -32,6 +33,9 @@ _NAMES = (
     "TASK_QUEUE_ENABLE",
     "LCCL_DETERMINISTIC",
     "CLOSE_MATMUL_K_SHIFT",
+    "NPU_ASD_CONFIG",
+    "TORCH_NPU_LOGS",
+    "GRADSENTINEL_TOPOLOGY",
 )
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "HCCL_", "ASCEND_", "GLOO_", "ATB_")
 
@@ -85,7 +89,8 @@ def _npu() -> dict[str, Any] | None:
         name: getattr(sys.modules.get(name), "__version__", None) for name in ("torch_npu", "mindspeed")
     }
     cann = _quietly(lambda: getattr(torch.version, "cann", None))
-    return {**{k: v for k, v in versions.items() if v}, "cann": cann, "devices": _devices("npu")}
+    found = {**{k: v for k, v in versions.items() if v}, "cann": cann, "devices": _devices("npu")}
+    return {**found, **device_of("npu").settings()}
 
 
 def _devices(kind: str) -> list[str]:

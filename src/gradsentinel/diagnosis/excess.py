@@ -63,7 +63,7 @@ def explain_excess(
             confidence=0.7,
             phase="input",
             evidence=(fact, *facts),
-            remedy=for_records(rows, ids),
+            remedy=for_records(rows, ids, path),
         )
         samples = tuple(Sample(position=row, id=ids.get(row), field=path) for row in rows)
         return diagnosis, guilty.index, samples

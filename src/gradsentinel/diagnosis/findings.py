@@ -33,15 +33,21 @@ class Findings:
     origin: Event
     finite_others: tuple[MicroBatch, ...] = ()
     """Micro-batches of the same step that were finite."""
+    bad_others: tuple[int, ...] = ()
+    """The numbers of those that were not finite either."""
     finite_with_healthy: bool | None = None
     """With the same weights, on the batch of the last healthy step."""
     finite_in_wide: bool | None = None
+    widened: str = "the same step"
+    """What that was: the step, or the operator alone."""
     finite_with_known_good: bool | None = None
     """With the weights of the known-good state, on the same batch."""
     rows: tuple[int, ...] = ()
     """Samples that look guilty by the shape of the bad result."""
     finite_without_rows: bool | None = None
     outliers: Mapping[str, list[int]] = field(default_factory=dict)
+    fields: tuple[str, ...] = ()
+    """Fields of the batch that the guilty operand was computed from; one, if it can be told."""
     operands: list[Operand] = field(default_factory=list)
     finite_on_cpu: bool | None = None
     """The operator alone, on the same inputs, computed on the CPU; None if it ran there anyway."""
@@ -146,6 +152,13 @@ class Findings:
                 return event.origin
             writer, otherwise = before[0].writer, before[0].origin
         return otherwise
+
+    @property
+    def guilty_rows(self) -> list[int]:
+        """The samples without which the step is finite, or that look guilty where that was not tried."""
+        if self.finite_without_rows is False:
+            return []
+        return sorted({row for rows in self.outliers.values() for row in rows} or set(self.rows))
 
     def ids(self) -> dict[int, Any]:
         """Return the user's own ids of the samples, by position."""

@@ -37,7 +37,7 @@ class Guilty:
 
 def guilty_of(incident: Incident, diagnosis: Diagnosis, run: Run) -> Guilty | None:
     """Return the operator to blame as far as this rank knows it; call it while the incident is handled."""
-    findings = findings_of(incident)
+    findings = findings_of(incident, run)
     if findings is not None:
         return Guilty(findings.origin, findings)
     if diagnosis.phase != "optimizer" or diagnosis.op is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +15,12 @@ from gradsentinel.decision import Kind
 from gradsentinel.diagnosis import swap
 from gradsentinel.diagnosis.comparison import compare, in_order
 from gradsentinel.diagnosis.excess import explain_excess
+from gradsentinel.diagnosis.fields import fields_behind
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.operands import finite_again
 from gradsentinel.diagnosis.progress import Progress
+from gradsentinel.diagnosis.remedy import for_records
 from gradsentinel.diagnosis.replay import Computed, Replay, is_compiled
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.transient import (
@@ -52,6 +54,8 @@ class Report:
     notes: tuple[str, ...] = ()
     microbatch: int | None = None
     samples: tuple[Sample, ...] = ()
+    microbatches: tuple[int, ...] = ()
+    """All that are not finite, as far as they were run again."""
 
 
 class Investigation:
@@ -99,6 +103,7 @@ class Investigation:
             if path.origin is None:
                 return self._came_in(trace, path, traced, guilty)
             findings = Findings.of(self._run, guilty, trace, traced, path)
+            findings.fields = tuple(fields_behind(findings))
             self._swap(findings)
         self.findings = findings
         return self._decided(findings)
@@ -126,9 +131,13 @@ class Investigation:
         diagnosis = came_in(trace, path, traced)
         if diagnosis.cause == "data" and guilty.written:
             return Report(diagnosis=_spoilt(diagnosis), microbatch=guilty.index)
+        samples = _samples_of(path, guilty)
         if diagnosis.cause == "data":
             diagnosis = self._with_fingerprint(diagnosis, guilty, ())
-        return Report(diagnosis=diagnosis, microbatch=guilty.index, samples=_samples_of(path, guilty))
+        if diagnosis.cause == "data" and samples:
+            rows, ids = [s.position for s in samples], sample_ids(guilty.batch)
+            diagnosis = replace(diagnosis, remedy=for_records(rows, ids, samples[0].field)[:1])
+        return Report(diagnosis=diagnosis, microbatch=guilty.index, samples=samples)
 
     def _decided(self, findings: Findings) -> Report:
         diagnosis = decide(findings)
@@ -140,6 +149,7 @@ class Investigation:
             diagnosis=diagnosis,
             microbatch=findings.microbatch.index if several or known is None else known,
             samples=_samples(findings, diagnosis),
+            microbatches=tuple(sorted((findings.microbatch.index, *findings.bad_others))),
         )
 
     def _with_fingerprint(
@@ -155,7 +165,7 @@ class Investigation:
     def _swap(self, findings: Findings) -> None:
         """Change one thing at a time, as long as it can change the verdict and there is time."""
         size, microbatch, replay = findings.size, findings.microbatch, self._replay
-        findings.finite_others = self._finite_others(microbatch)
+        findings.finite_others, findings.bad_others = self._others(microbatch)
         _run_operator(findings)
         if findings.half is not None and self._time_left():
             self._progress.stage("computing in float32")
@@ -170,29 +180,37 @@ class Investigation:
             findings.finite_with_healthy = swap.finite_with_batch(replay, microbatch, healthy[0].batch)
         if size is None:
             return
-        outliers = swap.outlier_rows(microbatch.batch, size)
-        rows = sorted({row for guilty in outliers.values() for row in guilty} or set(findings.rows))
-        if rows and len(rows) < size and self._time_left():
-            self._progress.stage("without the suspicious samples")
-            findings.finite_without_rows = swap.finite_without(replay, microbatch, rows, size)
-        findings.outliers = self._by_field(findings, outliers, size)
+        self._leave_out(findings, size)
 
-    def _by_field(
-        self, findings: Findings, outliers: dict[str, list[int]], size: int
-    ) -> dict[str, list[int]]:
-        """Keep, of several fields with outliers, the one that cures the step by itself."""
-        if len(outliers) < 2 or not findings.finite_without_rows:
-            return outliers
-        for path, rows in outliers.items():
+    def _leave_out(self, findings: Findings, size: int) -> None:
+        """Try without the samples that are far from the others, and without those with bad results."""
+        microbatch = findings.microbatch
+        outliers = swap.outlier_rows(microbatch.batch, size)
+        far = sorted({row for guilty in outliers.values() for row in guilty})
+        for rows in (far, list(findings.rows)):
+            if not rows or len(rows) >= size or findings.finite_without_rows or not self._time_left():
+                continue
+            self._progress.stage("without the suspicious samples")
+            findings.finite_without_rows = swap.finite_without(self._replay, microbatch, rows, size)
+            if findings.finite_without_rows and rows is far:
+                alone = self._cures(findings, outliers, size)
+                findings.outliers = outliers if alone is None else {alone: outliers[alone]}
+        if findings.finite_without_rows and len(findings.fields) > 1:
+            alone = self._cures(findings, dict.fromkeys(findings.fields, findings.guilty_rows), size)
+            findings.fields = findings.fields if alone is None else (alone,)
+
+    def _cures(self, findings: Findings, fields: Mapping[str, list[int]], size: int) -> str | None:
+        """Return, of several fields, the one that cures the step by itself when some rows are replaced."""
+        for path, rows in fields.items() if len(fields) > 1 else ():
             if not self._time_left():
                 break
             if swap.finite_without(self._replay, findings.microbatch, rows, size, path):
-                return {path: rows}
-        return outliers
+                return path
+        return None
 
-    def _finite_others(self, guilty: MicroBatch) -> tuple[MicroBatch, ...]:
-        """Run the other micro-batches of the step, as far as that was not done before."""
-        finite = []
+    def _others(self, guilty: MicroBatch) -> tuple[tuple[MicroBatch, ...], tuple[int, ...]]:
+        """Run the other micro-batches of the step, too; return those that are finite, and which are not."""
+        finite, bad = [], []
         for number, other in enumerate(self._microbatches):
             if other is guilty:
                 continue
@@ -201,9 +219,10 @@ class Investigation:
                     break
                 self._progress.stage(f"running micro-batch {other.index}, too")
                 if not swap.is_finite(self._replay.compute(other)):
+                    bad.append(other.index)
                     continue
             finite.append(other)
-        return tuple(finite)
+        return tuple(finite), tuple(sorted(bad))
 
     # -- fine when run again ---------------------------------------------------------------------------
 
@@ -293,9 +312,9 @@ def _samples(findings: Findings, diagnosis: Diagnosis) -> tuple[Sample, ...]:
     """Name samples only when the data is to blame, and only when replacing them cured the step."""
     if diagnosis.cause != "data" or not findings.finite_without_rows:
         return ()
-    rows = sorted({r for guilty in findings.outliers.values() for r in guilty} or set(findings.rows))
-    ids = findings.ids()
-    return tuple(Sample(position=row, id=ids.get(row)) for row in rows)
+    known = list(findings.outliers) or findings.fields
+    field, ids = known[0] if len(known) == 1 else "", findings.ids()
+    return tuple(Sample(position=row, id=ids.get(row), field=field) for row in findings.guilty_rows)
 
 
 def _samples_of(path: Path, microbatch: MicroBatch) -> tuple[Sample, ...]:

@@ -41,6 +41,8 @@ class Cell:
     """True if its only non-finite values are infinities that somebody wrote there on purpose."""
     fine: bool = False
     """True if all of it was looked at, and was finite, before any operator wrote to it."""
+    whole: Badness | None = None
+    """What all of it holds, if it was looked at since it was written last."""
     leaf: str = ""
     """Where the tensor comes from if no operator made it: 'parameter w', 'batch x', 'constant'."""
 
@@ -75,6 +77,8 @@ class Memory:
     """What is known of each piece of memory that a replay touched; holds none of it alive."""
 
     def __init__(self) -> None:
+        self.watched = True
+        """False if others write to the memory, too, who are not seen: then it is looked at each time anew."""
         self._cells: dict[int, Cell] = {}
 
     def known(self, tensor: Tensor) -> Cell | None:
@@ -98,17 +102,31 @@ class Memory:
             self._cells[key] = cell
         return cell
 
+    def wrote(self, cell: Cell, tensor: Tensor, badness: Badness) -> None:
+        """Note that an operator wrote to a tensor, and what that holds now."""
+        cell.whole = badness if _is_whole(tensor) else None
+
     def read(self, tensor: Tensor) -> tuple[Cell | None, Badness]:
         """Return what is known of an input; its values are looked at only if they may be bad."""
         cell = self.cell(tensor)
         if cell is None or (cell.writer is None and (cell.fine or not cell.leaf)):
             return cell, FINE
-        badness = judge(tensor)
+        whole = _is_whole(tensor)
+        known = cell.whole if whole and self.watched else None
+        badness = judge(tensor) if known is None else known
+        cell.whole = badness if whole else cell.whole
         if cell.writer is None and not badness and tensor.layout is torch.strided:
-            cell.fine = tensor.nbytes == tensor.untyped_storage().nbytes()
+            cell.fine = whole
         if badness and cell.writer is None:  # a mask of -inf is no fault; NaN and +inf mask nothing
             cell.lawful = not badness.nan and not _has_plus(tensor)
         return cell, badness
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """True for a tensor that has every element of its memory, each of them once."""
+    if tensor.layout is not torch.strided or 0 in tensor.stride():
+        return False
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _has_plus(tensor: Tensor) -> bool:

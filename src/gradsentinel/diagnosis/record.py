@@ -12,6 +12,8 @@ from gradsentinel.diagnosis.source import Line
 
 FROM_PARAMETERS, FROM_BATCH, FROM_BUFFERS = 1, 2, 4
 """What a value was computed from, as bits."""
+FIELDS = 3
+"""From this bit on, each field of the batch has one, beside that of the batch as a whole."""
 
 
 @dataclass(frozen=True, slots=True)

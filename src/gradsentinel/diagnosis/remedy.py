@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradsentinel.diagnosis.fields import in_words
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.incident import fold
 from gradsentinel.run import Run
@@ -63,7 +64,8 @@ def for_hidden(found: Findings) -> tuple[str, ...]:
 def for_masked(found: Findings, *, by_batch: bool) -> tuple[str, ...]:
     """Return what to do about rows without anything left."""
     safe = f"give fully masked rows one position, or a large negative number instead of -inf{_at(found)}"
-    return ("leave out samples without a single valid position", safe) if by_batch else (safe,)
+    leave = f"leave out samples without a single valid position{_records(found)}"
+    return (leave, safe) if by_batch else (safe,)
 
 
 def for_masked_values(found: Findings) -> tuple[str, ...]:
@@ -79,7 +81,7 @@ def for_literal(found: Findings) -> tuple[str, ...]:
 def for_alignment(found: Findings) -> tuple[str, ...]:
     """Return what to do about targets that do not fit their inputs."""
     return (
-        "leave out samples whose target is longer than the input",
+        f"leave out samples whose target is longer than the input{_records(found)}",
         f"or use zero_infinity=True{_at(found)}",
     )
 
@@ -87,27 +89,38 @@ def for_alignment(found: Findings) -> tuple[str, ...]:
 def for_empty(found: Findings) -> tuple[str, ...]:
     """Return what to do about means over nothing."""
     return (
-        "leave out batches in which nothing is supervised",
+        f"leave out batches in which nothing is supervised{in_words(found.fields)}",
         f"divide by max(count, 1){_at(found)}",
     )
 
 
 def for_data(found: Findings) -> tuple[str, ...]:
     """Return what to do about the batch."""
-    who = f"sample(s) {fold(list(map(str, found.rows)))}" if found.rows else "the records of this batch"
-    known = _BY_OP.get(found.name)
-    return (f"filter or repair {who}", *((f"{known}{_at(found)}",) if known else ()))
+    rows, known = found.guilty_rows, _BY_OP.get(found.name)
+    who = _who(rows, found.ids()) if rows and len(rows) != found.size else "the records of this batch"
+    return (f"repair or filter {who}{in_words(found.fields)}", *((f"{known}{_at(found)}",) if known else ()))
 
 
-def for_samples(found: Findings, rows: list[int]) -> tuple[str, ...]:
+def for_samples(found: Findings, rows: list[int], field: str) -> tuple[str, ...]:
     """Return what to do about named samples."""
-    return for_records(rows, found.ids())
+    return for_records(rows, found.ids(), field)
 
 
-def for_records(rows: Sequence[int], ids: Mapping[int, Any]) -> tuple[str, ...]:
-    """Return what to do about records, by the user's id or by position."""
-    who = fold([f"id {ids[row]}" if row in ids else f"position {row}" for row in rows]) or "such values"
-    return (f"repair or filter the record(s) with {who}", "normalise or clip the inputs when loading")
+def for_records(rows: Sequence[int], ids: Mapping[int, Any], field: str) -> tuple[str, ...]:
+    """Return what to do about records, by the user's id or by position, and about a field of theirs."""
+    who = _who(rows, ids) if rows else "the record(s) with such values"
+    return (f"repair or filter {who}{in_words([field])}", "normalise or clip the inputs when loading")
+
+
+def _who(rows: Sequence[int], ids: Mapping[int, Any]) -> str:
+    names = fold([f"id {ids[row]}" if row in ids else f"position {row}" for row in rows])
+    return f"the record(s) with {names}"
+
+
+def _records(found: Findings) -> str:
+    rows = found.guilty_rows
+    some = f" ({_who(rows, found.ids())})" if rows and len(rows) != found.size else ""
+    return f"{some}{in_words(found.fields)}"
 
 
 def for_precision(found: Findings) -> tuple[str, ...]:

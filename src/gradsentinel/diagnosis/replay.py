@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsentinel.again.scene import MicroBatch
-from gradsentinel.diagnosis.record import FROM_BATCH
 from gradsentinel.diagnosis.shelter import sheltered
 from gradsentinel.diagnosis.trace import Trace, names_of
-from gradsentinel.host import find_ddp
+from gradsentinel.ranks.wrappers import find_ddp
 from gradsentinel.run import Run
 from gradsentinel.state.tree import map_tensors, tensors_in
 from gradsentinel.testing import record_swallowed
@@ -49,6 +48,9 @@ def reason_against(run: Run) -> str | None:
     if run.forward is None:
         own: str | None = getattr(run.host, "why_no_replay", None)
         return own or "pass forward=lambda model, batch: loss to the Sentinel to have the step run again"
+    unfit: str | None = getattr(run.forward, "why_not", lambda _: None)(run)
+    if unfit is not None:  # an adapter's own
+        return unfit
     if not run.scene.microbatches:
         return "no micro-batch of the step was seen: iterate over sentinel.steps(loader)"
     if any(hasattr(p, "to_local") for _, p in run.host.named_parameters()):
@@ -108,7 +110,7 @@ class Replay:
         trace = mode if isinstance(mode, Trace) else None
         if trace is not None:
             for path, tensor in tensors_in(given):
-                trace.declare(tensor, f"batch {path}".strip(), FROM_BATCH)
+                trace.declare_field(tensor, path)
         microbatch.rng.restore()
         self.count += 1
         started = time.monotonic()

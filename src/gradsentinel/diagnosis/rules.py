@@ -87,8 +87,11 @@ def _nothing_to_average(found: Findings) -> Cause | None:
     if found.name.startswith("nll_loss") and len(tensors) > 1:
         target, ignored = tensors[1], origin.args[4] if len(origin.args) > 4 else -100
         if bool((target == ignored).all()):
-            why = f"all {target.numel()} labels are {ignored} (ignore_index): the mean is over nothing"
+            where = f" in {fold(list(found.fields))}" if any(found.fields) else ""
+            why = f"all {target.numel()} labels{where} are {ignored} (ignore_index): the mean is over nothing"
             return Cause("data", 0.9, why, remedy.for_empty(found))
+    if found.name.startswith("segment_reduce") and _has_empty_segment(found):
+        return Cause("data", 0.8, "a segment is empty: its mean is over nothing", remedy.for_empty(found))
     scalar = origin.args[1] if found.name in ("div", "true_divide") and len(origin.args) > 1 else None
     if isinstance(scalar, (int, float)) and scalar == 0 and _sums_nothing(found):
         return Cause("data", 0.7, "divides 0 by the number 0: a count of nothing", remedy.for_empty(found))
@@ -96,8 +99,19 @@ def _nothing_to_average(found: Findings) -> Cause | None:
 
 
 def _sums_nothing(found: Findings) -> bool:
-    """A sum over nothing is 0; what is not 0 is divided by something else than a count."""
-    return all(operand.numel == operand.zeros for operand in found.operands)
+    """A sum over nothing is 0; what is not 0, or still has all samples, is divided by something else."""
+    return all(
+        operand.numel == operand.zeros and (found.size is None or found.size not in operand.shape[:1])
+        for operand in found.operands
+    )
+
+
+def _has_empty_segment(found: Findings) -> bool:
+    given = found.origin.kwargs
+    lengths, offsets = given.get("lengths"), given.get("offsets")
+    if isinstance(offsets, torch.Tensor):
+        lengths = offsets.diff(dim=-1)
+    return isinstance(lengths, torch.Tensor) and bool((lengths == 0).any())
 
 
 def _impossible_alignment(found: Findings) -> Cause | None:
@@ -139,7 +153,7 @@ def _outlier(found: Findings) -> Cause | None:
     words = fold([sample_name(found, row) for row in rows])
     what = path or "the batch"
     why = f"{what}: {words} is over 1000 times larger than the others; without it all is finite"
-    return Cause("data", 0.8, why, remedy.for_samples(found, rows))
+    return Cause("data", 0.8, why, remedy.for_samples(found, rows, path))
 
 
 def _far_from_the_others(found: Findings) -> Cause | None:
@@ -154,13 +168,13 @@ def _far_from_the_others(found: Findings) -> Cause | None:
         if usual > 0 and peak > _FAR * usual:
             what = path or "the batch"
             why = f"{what} holds values up to {peak:.4g}, finite batches only up to {usual:.4g}"
-            return Cause("data", 0.8, why, remedy.for_samples(found, []))
+            return Cause("data", 0.8, why, remedy.for_samples(found, [], path))
     weights = max((peak_of(p) for _, p in found.run.host.named_parameters()), default=0.0)
     path = max(peaks, key=lambda name: peaks[name], default="")
     if peaks and peaks[path] > _ABSURD and weights < _HUGE_WEIGHT:
         what = path or "the batch"
         why = f"{what} holds values up to {peaks[path]:.4g}, while no weight exceeds {weights:.4g}"
-        return Cause("data", 0.65, why, remedy.for_samples(found, []))
+        return Cause("data", 0.65, why, remedy.for_samples(found, [], path))
     return None
 
 
@@ -182,10 +196,10 @@ def _precision(found: Findings) -> Cause | None:
     limit = torch.finfo(getattr(torch, found.half)).max
     why = (
         f"{found.half} holds at most {limit:.6g}: from inputs up to {largest:.4g} {found.origin.op} "
-        "overflows; computed in float32 the same step is finite"
+        f"overflows; computed in float32 {found.widened} is finite"
     )
     if not _overflows(found):
-        why = f"in {found.half} {found.origin.op} is singular; computed in float32 the same step is finite"
+        why = f"in {found.half} {found.origin.op} is singular; computed in float32 {found.widened} is finite"
     return Cause("precision", 0.9, why, remedy.for_precision(found))
 
 
@@ -195,7 +209,9 @@ def _data_alone(found: Findings) -> Cause | None:
     if not singular & FROM_BATCH or singular & FROM_PARAMETERS:
         return None
     what = "the divisor" if found.name in ("div", "true_divide") else "what it is given"
-    why = f"{what} is computed from the batch alone, no parameter has a part in it{_samples_in_words(found)}"
+    named = [field for field in found.fields if field]
+    source = f"{fold(named)} of the batch" if named else "the batch"
+    why = f"{what} is computed from {source} alone, no parameter has a part in it{_samples_in_words(found)}"
     return Cause("data", 0.75, why, remedy.for_data(found))
 
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Kind
+from gradsentinel.diagnosis.fields import in_words
 from gradsentinel.diagnosis.fingerprint import what_is_different
+from gradsentinel.diagnosis.innocence import innocent
 from gradsentinel.diagnosis.update import explain_update
 from gradsentinel.evidence import Diagnosis, Evidence, Sample
 from gradsentinel.incident import fold
@@ -23,9 +25,10 @@ _STATE = {Kind.NONFINITE_PARAMETER, Kind.NONFINITE_STATE}
 
 
 def scan(evidence: Evidence, run: Run) -> Evidence:
-    """Return the evidence, completed if inputs or training state were bad before the step; reads only.
+    """Return the evidence, completed if inputs or training state were bad before the step.
 
-    A -inf is no fault in a mask, that is, in a tensor without a positive value. Called on: ranks that
+    Leaves the run as it is. A -inf is no fault in a mask, that is, in a tensor without a positive value.
+    Called on: ranks that
     suspect something.
     """
     if evidence.kind in _EXPLAINED_BY_DATA:
@@ -36,14 +39,19 @@ def scan(evidence: Evidence, run: Run) -> Evidence:
 
 
 def _scan_inputs(evidence: Evidence, run: Run) -> Evidence:
-    """Look for NaN and Inf in the micro-batches, and only if there is none for a -inf outside of masks."""
+    """Look for NaN and Inf in the micro-batches, and only if there is none for a -inf outside of masks.
+
+    If the step can be run again, they must have spoilt it, too: a model may fill in missing values.
+    """
     return _blame_inputs(evidence, run) or _blame_inputs(evidence, run, minus=True) or evidence
 
 
 def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evidence | None:
     statements: list[str] = []
     samples: list[Sample] = []
+    named: list[Sample] = []
     guilty: int | None = None
+    suspects: dict[int, list[str]] = {}
     usual = usual_fields(run, minus=minus)
     for microbatch in run.scene.microbatches:
         if microbatch.written:  # what it held before the step is gone
@@ -58,26 +66,33 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
                 f"{place} is {bad.value} before the forward pass ({bad.count} non-finite of "
                 f"{tensor.numel()} values, micro-batch {microbatch.index})"
             )
-            samples += [Sample(position=row, id=ids.get(row), field=path) for row in bad.rows]
+            found = [Sample(position=row, id=ids.get(row), field=path) for row in bad.rows]
+            named += found
             guilty = microbatch.index if guilty is None else guilty
-    if not statements:
+            samples += found if guilty == microbatch.index else []  # positions are those of one micro-batch
+            suspects.setdefault(microbatch.index, []).append(path)
+    if not statements or innocent(run, suspects):
         return None
     text = what_is_different(run.scene.microbatches[guilty or 0].batch, [m.batch for m in run.scene.healthy])
     if text:
         statements.append(text)
-    who = fold([f"id {s.id}" if s.id is not None else f"position {s.position}" for s in samples])
+    where = in_words(list(dict.fromkeys(s.field for s in named)))
+    several = {"bad_microbatches": list(suspects)} if len(suspects) > 1 else {}
+    fix = "replace non-finite values when loading"
+    who = fold([f"id {s.id}" if s.id is not None else f"position {s.position}" for s in named])
     return replace(
         evidence,
         kind=Kind.NONFINITE_INPUT,
         microbatch=guilty,
         samples=tuple(samples[:_MAX_SAMPLES]),
         message=f"bad data: {statements[0]}",
+        details={**evidence.details, **several},
         diagnosis=Diagnosis(
             cause="data",
             confidence=0.7 if minus else 0.95,
             phase="input",
             evidence=tuple(statements),
-            remedy=(f"repair or filter the record(s) with {who}, or replace non-finite values when loading",),
+            remedy=(f"repair or filter the record(s) with {who}, or {fix}{where}",),
         ),
     )
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsentinel.host import find_ddp
 from gradsentinel.measures.inspection import stored
+from gradsentinel.ranks.wrappers import find_ddp
 from gradsentinel.run import Run
 from gradsentinel.state.rng import preserved_rng
 

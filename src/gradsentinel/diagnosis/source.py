@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -22,6 +22,7 @@ _FOREIGN = (
     "<",
     *(sysconfig.get_path("stdlib") + os.sep + name for name in ("contextlib.py", "functools.py")),
 )
+_REPLAY = str(Path(__file__).with_name("replay.py"))
 _STOPS = ("run_forward", "run_backward")
 """Names of the functions of ours that start the user's code: what called them does not matter."""
 
@@ -47,17 +48,25 @@ def user_line(above: int = 2) -> Line | None:
 
     The search begins so many frames above this one.
     """
-    frame: FrameType | None = sys._getframe(above)
+    try:
+        frame: FrameType | None = sys._getframe(above)
+    except ValueError:
+        return None  # a thread of autograd's own, where hooks run for other devices than the CPU
     while frame is not None:
         code = frame.f_code
         path = code.co_filename
         if path.startswith(_OURS) and not path.startswith(_DEMO):
-            if code.co_name in _STOPS:
+            if code.co_name in _STOPS and path == _REPLAY:
                 return None
-        elif not path.startswith(_FOREIGN):
+        elif not path.startswith(_FOREIGN) and not _passes_on(code):
             return Line(path, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def _passes_on(code: CodeType) -> bool:
+    """Tell what stands between the user's line and torch: modes, and torch's marks of what is deprecated."""
+    return code.co_name == "__torch_function__" or code.co_filename.endswith("typing_extensions.py")
 
 
 def raising_line(error: BaseException) -> Line | None:

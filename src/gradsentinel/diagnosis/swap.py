@@ -190,6 +190,11 @@ def peak_of(tensor: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
+def tensors_by_path(batch: Any) -> dict[str, Tensor]:
+    """Return the tensors of a batch by path."""
+    return dict(tensors_in(batch))
+
+
 def peaks_of(batch: Any) -> dict[str, float]:
     """Return the largest finite magnitude of each floating tensor of a batch, by path."""
     return {path: peak_of(t) for path, t in tensors_in(batch) if t.is_floating_point()}

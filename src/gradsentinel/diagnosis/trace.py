@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsentinel.diagnosis.memory import Badness, Memory, bad_mask, judge
-from gradsentinel.diagnosis.record import FROM_BUFFERS, FROM_PARAMETERS, Call, Edge, Event
+from gradsentinel.diagnosis.record import FIELDS, FROM_BATCH, FROM_BUFFERS, FROM_PARAMETERS, Call, Edge, Event
 from gradsentinel.diagnosis.source import user_line
 from gradsentinel.wording import plain_name
 
@@ -23,6 +23,11 @@ _MAX_COPY = 1 << 20
 """Elements of an argument that is overwritten by its operator: up to here a copy of it is kept."""
 _ROOM = 1 << 28
 """Bytes that copies of the arguments of bad operators may take."""
+_FRAMEWORKS = ("torch.", "megatron.", "mindspeed")
+"""How the modules begin whose autograd Functions are no custom operators: what they call counts."""
+_SCALED_SUMS = ("addmm", "baddbmm", "addbmm", "addmv", "addr")
+"""Operators that add a product to their first argument, beta times; with 0 they do not read it."""
+_MULTIPLICATIONS = ("mul", "div", "true_divide", "pow", "addcmul", "addcdiv", "lerp", "foreach_mul")
 _ALLOCATIONS = ("empty", "new_empty", "resize")
 
 
@@ -48,6 +53,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Where the forward operator of each autograd node was called, by the node's number."""
         self.custom: set[str] = set()
         """The user's own autograd Functions and operator libraries that ran."""
+        self.fields: list[str] = []
+        """The paths of the batch's tensors; each has a bit of its own, from `FIELDS` on."""
         self.operators = 0
         self.in_backward = False
         self.memory = Memory()
@@ -69,6 +76,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cell = self.memory.cell(tensor)
         if cell is not None:
             cell.leaf, cell.origin = leaf, origin
+
+    def declare_field(self, tensor: Tensor, path: str) -> None:
+        """Say that a tensor is a field of the batch; what is computed from it can be told by its bit."""
+        cell = self.memory.cell(tensor)
+        if cell is not None:
+            shared = cell.origin if cell.leaf.startswith("batch") else 0  # two fields in one memory
+            cell.leaf = f"batch {path}".strip()
+            cell.origin = shared | FROM_BATCH | 1 << (FIELDS + len(self.fields))
+            self.fields.append(path)
+
+    def fields_in(self, origin: int) -> list[str]:
+        """Return the fields of the batch among what a value was computed from."""
+        return [path for number, path in enumerate(self.fields) if origin >> (FIELDS + number) & 1]
 
     @contextmanager
     def module_stack(self) -> Iterator[None]:
@@ -101,6 +121,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operator and look at what it made."""
         kwargs = kwargs or {}
         self.operators += 1
+        if kwargs.get("beta") == 0 and func.overloadpacket.__name__ in _SCALED_SUMS:
+            args = (torch.zeros_like(args[0]), *args[1:])  # memory that nobody has written, as a rule
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = [(tensor, self.memory.read(tensor)) for tensor in inputs]
         origins = tuple(0 if cell is None else cell.origin for _, (cell, _) in given)
@@ -160,10 +182,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = 0
         for bits in origins:
             origin |= bits
-        badness = [judge(output) for output in outputs]
+        badness: list[Badness] = [judge(output) for output in outputs]
         total = Badness(any(b.nan for b in badness), any(b.inf for b in badness))
         if not (total or any(not edge.lawful for edge in edges)):
-            self._wrote(outputs, origin)
+            self._wrote(outputs, origin, badness)
             return
         call = self._call(backward=True) if backward else self._on_behalf_of(self._call(backward=False))
         numbers = [x for x in tree_leaves(given) if isinstance(x, float) and not math.isfinite(x)]
@@ -174,7 +196,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         lawful = (
             not total.nan
-            and (not fresh or bool(numbers))
+            and (not fresh or (bool(numbers) and _fills(func) and not (backward and custom)))
             and all(edge.lawful for edge in edges)
             and bool(edges or numbers)
         )
@@ -209,7 +231,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event.results = tuple(o for o, b in zip(outputs, badness, strict=True) if b)
         self.events.append(event)
         for output, bad in zip(outputs, badness, strict=True):
-            self._wrote([output], origin, event if bad else None)
+            self._wrote([output], origin, [bad], event if bad else None)
 
     def _call(self, *, backward: bool) -> Call:
         return Call(self._stack[-1] if self._stack else (None if backward else ""), user_line(3))
@@ -248,14 +270,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.custom.add(name)
         return name
 
-    def _wrote(self, outputs: Iterable[Tensor], origin: int, event: Event | None = None) -> None:
-        for output in outputs:
+    def _wrote(
+        self, outputs: Iterable[Tensor], origin: int, badness: Iterable[Badness], event: Event | None = None
+    ) -> None:
+        for output, bad in zip(outputs, badness, strict=True):
             cell = self.memory.cell(output, made=True)
             if cell is None:
                 continue
+            self.memory.wrote(cell, output, bad)
             cell.origin |= origin
             if event is not None:
                 cell.writer, cell.lawful = event.index, event.lawful
+
+
+def _fills(func: Any) -> bool:
+    """Tell putting an infinity somewhere, as masks do, from multiplying by it, which is never meant."""
+    return func.overloadpacket.__name__.strip("_") not in _MULTIPLICATIONS
 
 
 def is_allocation(func: Any) -> bool:
@@ -309,11 +339,11 @@ def _sequence(node: Any) -> int:
 
 
 def is_own_function(node: Any) -> bool:
-    """Return True for the node of an autograd.Function of the user's own; checkpointing has torch's."""
+    """Return True for the node of an autograd.Function of the user's own; frameworks have some, too."""
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
     written = getattr(type(node), "_forward_cls", type(node)).__module__
-    return not written.startswith("torch.")
+    return not written.startswith(_FRAMEWORKS)
 
 
 def names_of(loss: Tensor) -> Mapping[int, tuple[str, bool]]:

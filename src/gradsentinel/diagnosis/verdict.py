@@ -128,6 +128,9 @@ def _circumstances(found: Findings) -> list[str]:
         said.append("computed in float32 it is not finite either")
     if found.finite_others:
         said.append(f"the other {len(found.finite_others)} micro-batch(es) of the step are finite")
+    if found.bad_others:
+        numbers = fold(list(map(str, found.bad_others)), len(found.bad_others))
+        said.append(f"micro-batch {numbers} of the step is not finite either, each by itself")
     if found.finite_with_healthy is not None:
         how = "finite" if found.finite_with_healthy else "not finite either"
         said.append(f"with the same weights the batch of the last healthy step is {how}")

@@ -57,6 +57,9 @@ class Verification:
 def check_operator(bundle: Bundle, *, device: torch.device) -> Check:
     """Run the bad operator alone, on its saved inputs; with the torch and device that are here."""
     try:
+        reason = bundle.why_no_operator()
+        if reason is not None:
+            raise CannotRun(reason.removeprefix("it holds no operator to run: "))  # noqa: TRY301 - said below
         call = bundle.operator(device=device)
         function = find(call.name)
         _, meta = bundle.read("operator")
@@ -135,6 +138,11 @@ def verify(stage: Stage, control: Stage | None = None) -> Verification:
 def _conclude(found: Verification, stage: Stage, *, holds: bool, transient: bool) -> None:
     if not holds:
         found.holds, found.said = False, "the fix does not hold"
+        diagnosis = stage.bundle.incident.diagnosis
+        if diagnosis is not None and (diagnosis.cause, diagnosis.phase) == ("data", "input"):
+            found.said += (
+                " on the saved batch, which has its bad values still: repaired records cannot be tried"
+            )
     elif transient:
         found.said = "nothing to verify: run again, the step was finite without a fix too"
     elif stage.weights:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsentinel.devices import device_of
 from gradsentinel.faults.dice import Dice
 from gradsentinel.faults.fault import Index
 from gradsentinel.faults.injection import Hit, Number
@@ -119,6 +120,8 @@ def flip_bit(bit: int | None, index: Index, dice: Dice) -> Change:
 def bit_of(tensor: Tensor, place: tuple[int, ...], bit: int | None, dice: Dice) -> tuple[int, Tensor, int]:
     """Return the number of the bit, an integer sharing memory with the word it is in, and its width."""
     width = bits_of(tensor.dtype)
+    if device_of(tensor.device).in_plain_format(tensor) is not tensor:
+        raise ValueError("the device keeps this tensor in a format of its own: cast it to ND before")
     if bit is None:
         bit = dice.below(width, "bit")
     if bit >= width:

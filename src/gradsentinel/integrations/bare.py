@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsentinel.bus import Handle
-from gradsentinel.callback import Callback
-from gradsentinel.data.sampler import SkipBatches, sampler_of
 from gradsentinel.decision import Action
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.events import Event
 from gradsentinel.incident import Incident
 from gradsentinel.integrations.engine import Engine
-from gradsentinel.integrations.settings import RunSettings
 from gradsentinel.integrations.wraps import Wraps
-from gradsentinel.state.restart import drawn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,11 +33,13 @@ class LoopSentinel:
         self._engine = engine
         self._wraps = wraps
         self._in_steps = False
+        engine.run.course.by_steps = True
 
     def steps(self, loader: Iterable[B]) -> Iterator[B]:
         """Yield the loader's batches, remembering each until its step is done."""
         if not isinstance(loader, Iterable):
             raise ConfigurationError(f"{type(loader).__name__} cannot be iterated over")
+        self._engine.run.course.refuse(loader)
         return self._steps(loader)
 
     def _steps(self, loader: Iterable[B]) -> Iterator[B]:
@@ -53,14 +50,12 @@ class LoopSentinel:
             )
         self._in_steps = True
         try:
-            for index, batch in run.skipped.without(drawn(run, loader), run, inner_sampler(loader)):
+            for index, batch, _ in run.course.batches(run, loader):
                 self._engine.take(batch)
                 run.data["batch"] = index + 1
                 run.data["batches"] += 1
                 yield batch
-            self._engine.finish()
-            run.data["epoch"] += 1
-            run.data["batch"] = 0
+                self._engine.finish()  # before the next batch is drawn, which a rollback may have changed
         finally:
             self._in_steps = False
 
@@ -129,25 +124,3 @@ class LoopSentinel:
             self._engine.close(error)
         finally:
             self._wraps.undo()
-
-
-def with_settings(callbacks: Sequence[Callback] | None, settings: RunSettings) -> list[Callback]:
-    """Add the settings to the callbacks; without any, what a run has by default."""
-    from gradsentinel.callbacks import NanCallback  # noqa: PLC0415 - only where nothing was given
-
-    if isinstance(callbacks, Callback) or not (callbacks is None or isinstance(callbacks, Sequence)):
-        raise ConfigurationError(f"callbacks must be a list, got {type(callbacks).__name__}")
-    return [*([NanCallback()] if callbacks is None else callbacks), settings]
-
-
-def inner_sampler(loader: Any) -> SkipBatches | None:
-    """Return the SkipBatches that a loader draws through, also inside what a framework puts around it."""
-    found = sampler_of(loader)
-    owner = getattr(loader, "batch_sampler", None)
-    with suppress(AttributeError):
-        for _ in range(4):
-            if found is not None or owner is None:
-                break
-            owner = owner.batch_sampler
-            found = owner if isinstance(owner, SkipBatches) else None
-    return found

@@ -24,6 +24,7 @@ from gradsentinel.integrations.pace import HeldSchedulers
 from gradsentinel.integrations.settings import RunSettings
 from gradsentinel.integrations.state_check import StateCheck
 from gradsentinel.run import Run
+from gradsentinel.state.health import in_words
 from gradsentinel.state.restart import claim_directory
 from gradsentinel.state.restart import resume as resume_run
 from gradsentinel.state.tree import tensors_in
@@ -86,7 +87,7 @@ class Engine:
         self._state_check = StateCheck()
         self.watch = Watch(
             run,
-            [*with_defaults(given), self._state_check],
+            [*with_defaults(given, host.device), self._state_check],
             examiners=default_examiners(),
             diagnosers=default_diagnosers(),
         )
@@ -267,6 +268,13 @@ class Engine:
         if self._several:  # another step on the same batches, or one whose batches nobody shows
             self.watch.prepare(same_batches=bool(self.run.scene.microbatches))
 
+    def start_over(self) -> None:
+        """Forget micro-batches whose step never came: the framework begins another one."""
+        self.finish()
+        if self._open:
+            self.watch.forget_step()
+            self._open = False
+
     def end_unseen(self) -> None:
         """End a step whose batches nobody shows, so that there will be no `take` to do it."""
         if self.judged is not None and not self.judged.waiting and not self.run.scene.microbatches:
@@ -282,8 +290,9 @@ class Engine:
         Raises:
             TrainingAborted: if there is nothing to go back to.
         """
-        self.finish()
-        self.held.put_back()
+        if self.judged is None or not self.judged.waiting:  # else the optimizer has yet to run
+            self.finish()
+            self.held.put_back()
         finding = self._state_check.look(self.run)
         self.watch.file(self.watch.bus.file(self._state_check, finding, self.run.step))
         try:
@@ -291,6 +300,16 @@ class Engine:
         except TrainingAborted as error:
             self._leave(error)
             raise
+
+    def may_save(self) -> bool:
+        """Say whether this rank's state may be written while an exception ends the run; logs why not.
+
+        Other ranks are elsewhere by then, so nobody is asked and nothing is rolled back.
+        """
+        found = self.run.health.scan()
+        if found:
+            logger.error("no checkpoint is written of this state: non-finite values in %s", in_words(found))
+        return not found
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run; a second call does nothing. The framework's exception is never replaced by ours."""

@@ -28,13 +28,13 @@ class Wraps:
         def method(*args: Any, **kwargs: Any) -> Any:
             return instead(*args, **kwargs) if self.active else plain(*args, **kwargs)
 
-        setattr(owner, name, method)
+        object.__setattr__(owner, name, method)
         self._done.append((owner, name, own, plain, method))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute, to be put back like a method."""
         self._done.append((owner, name, True, getattr(owner, name), value))
-        setattr(owner, name, value)
+        object.__setattr__(owner, name, value)  # a DataLoader allows nobody else to
 
     def undo(self) -> None:
         """Put everything back; where somebody else has put something on top, that finds the plain one."""
@@ -43,7 +43,7 @@ class Wraps:
             if vars(owner).get(name) is not ours:
                 continue
             if own:
-                setattr(owner, name, plain)
+                object.__setattr__(owner, name, plain)
             else:
                 delattr(owner, name)
         self._done.clear()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradsentinel.devices import device_of
+
 BINS = 256
 """One for each exponent that a float32 can have."""
 _ZERO, _NOT_FINITE = 0, BINS - 1
@@ -25,7 +27,8 @@ def count_exponents(values: Tensor) -> Tensor:
     if values.dtype is torch.float64:
         largest = torch.finfo(torch.float32).max
         wide = torch.where(torch.isfinite(values), values.clamp(-largest, largest), values).to(torch.float32)
-    exponents = (wide.contiguous().view(torch.int32) >> 23) & 0xFF
+    plain = device_of(wide.device).in_plain_format(wide)
+    exponents = (plain.contiguous().view(torch.int32) >> 23) & 0xFF
     one = torch.ones(1, dtype=torch.int32, device=values.device).expand(exponents.numel())
     counts = torch.zeros(BINS, dtype=torch.int32, device=values.device)
     return counts.index_add_(0, exponents, one)

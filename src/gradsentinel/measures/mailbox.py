@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradsentinel.devices import device_of
 
 
 class Letter:
     """A few numbers that were sent; they may be read once they have arrived."""
 
-    def __init__(self, paper: Tensor, event: torch.Event | None) -> None:
+    def __init__(self, paper: Tensor, event: Any) -> None:
         self.paper = paper
         self._event = event
 
@@ -34,26 +36,48 @@ class Mailbox:
     """Sends small tensors to the host through pinned memory that is used again and again.
 
     Copies go out on the current stream, in order with the work that made the numbers; an event says
-    when one has arrived. On the CPU there is nothing to wait for.
+    when one has arrived. On the CPU there is nothing to wait for; a device without streams is waited for.
+
+    Args:
+        device: where the numbers are made.
+        most_spare: bytes of pinned memory that are kept for later letters; what has not been used for the
+            longest time goes first. Letters that are under way come on top.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, most_spare: int = 1 << 20) -> None:
         self.device = device
         """Where the numbers are made."""
-        self._paper: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._kind = device_of(device)
+        self._most_spare = most_spare
+        self._spare: list[Tensor] = []
+        """What has come back last is at the end."""
+
+    @property
+    def spare(self) -> int:
+        """Bytes of pinned memory that wait for the next letter."""
+        return sum(paper.nbytes for paper in self._spare)
 
     def post(self, numbers: Tensor) -> Letter:
         """Send a 1-dim tensor of the device; no wait."""
         if self.device.type == "cpu":
             return Letter(numbers.detach().clone(), None)
-        spare = self._paper[numbers.numel(), numbers.dtype]
-        paper = spare.pop() if spare else torch.empty(numbers.numel(), dtype=numbers.dtype).pin_memory()
+        paper = self._paper(numbers)
+        if not self._kind.has_streams:
+            paper.copy_(numbers)
+            return Letter(paper, None)
         paper.copy_(numbers, non_blocking=True)
-        event = torch.Event(device=self.device)
-        event.record()
-        return Letter(paper, event)
+        return Letter(paper, self._kind.event())
 
     def take_back(self, letter: Letter) -> None:
         """Use a letter's memory again; only after it was read."""
-        if self.device.type != "cpu":
-            self._paper[letter.paper.numel(), letter.paper.dtype].append(letter.paper)
+        if self.device.type == "cpu":
+            return
+        self._spare.append(letter.paper)
+        while self._spare and self.spare > self._most_spare:
+            del self._spare[0]
+
+    def _paper(self, numbers: Tensor) -> Tensor:
+        for index, paper in enumerate(self._spare):
+            if paper.numel() == numbers.numel() and paper.dtype == numbers.dtype:
+                return self._spare.pop(index)
+        return self._kind.host_memory(numbers.detach())

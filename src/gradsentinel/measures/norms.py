@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._foreach_utils import _has_foreach_support
 
+from gradsentinel.devices import device_of
 from gradsentinel.measures.inspection import local, parts_of, values_of
 
 FLOAT8 = frozenset(
@@ -78,8 +79,7 @@ def _across(norm: float, order: float, place: Sharding | None, device: torch.dev
     if place is None:
         return norm
     mesh, dimensions = place
-    dtype = torch.float32 if device.type == "npu" else torch.float64
-    travelling = torch.tensor([norm], dtype=dtype, device=device)
+    travelling = torch.tensor([norm], dtype=device_of(device).wide, device=device)
     greatest = order == float("inf")
     operation = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
     travelling = travelling if greatest else travelling.pow(order)

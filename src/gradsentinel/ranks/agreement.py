@@ -122,6 +122,8 @@ class Agreement:
             )
             filed = filed + self._bus.emit(event)
         extras = {"grad_norm": gradients.total_norm}
+        if gradients.clip_at is not None and len(gradients):
+            extras["clip_factor"] = gradients.clip_factor(gradients.clip_at)
         extras.update({f"loss{index}": loss for index, loss in enumerate(losses)})
         if loss_scale is not None and overflow is not None:
             extras.update(loss_scale=loss_scale, overflow=overflow)
@@ -150,6 +152,20 @@ class Agreement:
         submitted.gradients.calm()
         submission = self._judge(submission.filed, submitted.extras, submitted.due, _ASKED, at_once=True)
         return submission.ruling(submission.sheet().tolist())
+
+    def true_norm(self, gradients: GradientView, norm: float, *, agreed: bool) -> float | None:
+        """Return the true norm if the usual formula overflowed on finite gradients, else None.
+
+        Sharded gradients need all ranks for it, so they compute it only where all of them know: after
+        a suspicion that was agreed on.
+        """
+        overflowed = not abs(norm) < math.inf
+        if gradients.distributed:
+            overflowed = agreed and not self._run.consensus.all_of(not overflowed)
+        if not overflowed:
+            return None
+        safe = gradients.safe_norm()
+        return safe if safe < math.inf else None
 
     def settle(self, filed: Sequence[Filed]) -> Ruling:
         """Return what the ranks agree on about findings from outside of a step; waits for the device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsentinel.devices import device_of
 from gradsentinel.measures.inspection import local
 from gradsentinel.ranks.consensus import ABSENT
 from gradsentinel.ranks.topology import evenly, find_mesh, fold_ranks
@@ -19,9 +19,6 @@ _WORD = {1: torch.int8, 2: torch.int16}
 """How the bits of narrow numbers are read; wider ones are read as int32."""
 _MODULUS = 2**61
 """Checksums stay below this, far from `ABSENT`. Words of 32 bits times odd weights: no single bit is lost."""
-_ND = 2
-_PLAIN = frozenset({0, _ND})
-"""Numbers of the NPU's plain tensor formats: NCHW and ND."""
 _CHUNK = 2**18
 """Elements at a time on a CPU, where the wide integers then stay in its cache: several times faster."""
 _LARGE_CHUNK = 2**22
@@ -165,18 +162,9 @@ def _words(values: Tensor) -> Iterator[Tensor]:
         values = torch.view_as_real(values.resolve_conj())
     if values.dtype is torch.bool:
         values = values.to(torch.int8)
-    flat = in_plain_format(values.resolve_neg()).contiguous().flatten()
+    flat = device_of(values.device).in_plain_format(values.resolve_neg()).contiguous().flatten()
     flat = flat.as_strided((flat.numel(),), (1,))  # a single element may have any stride
     yield flat.view(_WORD.get(flat.element_size(), torch.int32))
-
-
-def in_plain_format(values: Tensor) -> Tensor:
-    """Return values whose bits lie in order: an NPU may keep a tensor in a padded format of its own."""
-    npu = sys.modules.get("torch_npu") if values.device.type == "npu" else None
-    if npu is None or npu.get_npu_format(values) in _PLAIN:
-        return values
-    plain: Tensor = npu.npu_format_cast(values, _ND)
-    return plain
 
 
 def _weights(place: Tensor) -> Tensor:

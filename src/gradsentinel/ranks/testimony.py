@@ -163,7 +163,7 @@ def _open(
         action=merge(s.evidence.action for _, s in group),
         message=lead.message,
         time=time,
-        iteration=run.iteration,
+        iteration=run.iteration - max(0, run.step - first.step),  # of its own step, also if handled later
         detector=first.detector,
         tensors=lead.tensors,
         microbatch=None if lead.microbatch is None else int(lead.microbatch),

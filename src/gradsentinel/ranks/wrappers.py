@@ -8,6 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 
 
+def find_ddp(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the DDP wrapper in a stack of wrappers, or None."""
+    while not isinstance(module, nn.parallel.DistributedDataParallel):
+        inner = getattr(module, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        module = inner
+    return module
+
+
 def ddp_ignores(parallel: nn.parallel.DistributedDataParallel, parameter: Tensor) -> bool:
     """Return True if DDP was told to leave a parameter alone, and does.
 

@@ -97,7 +97,7 @@ def write_archive(
     if meta_tensors:
         raise UnsupportedStateError("meta: tensors and arrays belong into the state")
     body = {"format": _FORMAT, "kind": kind, "schema": schema, "meta": encoded_meta}
-    temporary = _temporary(path)
+    temporary = temporary_beside(path)
     try:
         if os.path.lexists(path):
             raise ArchiveError(f"cannot write the archive {path}: it exists already")
@@ -224,7 +224,7 @@ def list_archives(directory: str | os.PathLike[str], kind: str) -> list[Path]:
 def remove_archive(path: str | os.PathLike[str]) -> None:
     """Remove an archive, so that no half of it is left under its name; what cannot be removed stays."""
     path = Path(path)
-    doomed = _temporary(path)
+    doomed = temporary_beside(path)
     with suppress(OSError):
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -248,7 +248,8 @@ def remove_stale(directory: str | os.PathLike[str]) -> list[Path]:
     return removed
 
 
-def _temporary(path: Path) -> Path:
+def temporary_beside(path: Path) -> Path:
+    """Return a name to write under until a path is whole; `remove_stale` knows what a killed process left."""
     return path.with_name(f".tmp-{path.name}-{os.getpid()}-{host_token()}{secrets.token_hex(4)}")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradsentinel.state.tree import NATIVE_DTYPES
 
 _CODES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
-_CHUNK = 16 * 2**20
+_CHUNK = 16 * 2**20  # between two of them this thread needs the interpreter, and the training may wait for it
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -49,11 +49,16 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, An
         yield struct.pack("<Q", len(head)) + head
         for name in names:
             tensor = tensors[name].detach().to("cpu").contiguous()
-            size = tensor.numel() * tensor.element_size()
-            if size:
-                yield memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
+            if tensor.numel():
+                yield octets(tensor)
 
     return write_file(path, pieces())
+
+
+def octets(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor in host memory, which the caller keeps, without NumPy."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
 
 
 def read_tensor_file(path: Path, device: torch.device | str) -> dict[str, Tensor]:
@@ -84,12 +89,14 @@ def checksum(path: Path, *, from_disk: bool = False) -> str:
     read is what the disk gives; a system that cannot do that reads what it has.
     """
     crc = 0
-    with path.open("rb") as file:
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(view[:count], crc)
     return f"{crc:08x}"
 
 

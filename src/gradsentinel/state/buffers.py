@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradsentinel.measures.inspection import stored
 from gradsentinel.wording import plain_name
@@ -58,12 +59,17 @@ class BufferShadow:
         """False while a lazy module had no values yet when the buffers were remembered last."""
         return not self._unborn
 
-    @torch.no_grad()
     def capture(self) -> None:
         """Remember the buffers as they are now; no wait for the device after the first steps."""
         look_again = self._captures <= _TRIAL_STEPS or self._captures % _LOOK_AGAIN == 0
         if look_again:
             self.find()  # a first forward pass, or somebody, may have added some
+        self._captures += 1
+        if self._owners:
+            self._copy(look_again=look_again)
+
+    @torch.no_grad()
+    def _copy(self, *, look_again: bool) -> None:
         self._unborn.clear()
         self._absent.clear()
         targets: list[Tensor] = []
@@ -92,7 +98,6 @@ class BufferShadow:
                 kept.version = version_of(buffer)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._captures += 1
 
     @torch.no_grad()
     def restore(self, roots: Sequence[nn.Module] | None = None) -> None:
@@ -202,6 +207,11 @@ def _is_as_before(kept: _Kept) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return a tensor's version counter; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(named: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, int]]:
+    """Return how often each parameter was written to; lazy ones get their values in the forward pass."""
+    return [(parameter, version_of(parameter)) for _, parameter in named if not is_lazy(parameter)]
 
 
 class _Kept:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from gradsentinel.data.epoch import EpochStart, go_on
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.run import Run
 from gradsentinel.state.lock import RunLock
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")
-
-B = TypeVar("B")
 
 
 def claim_directory(run: Run) -> None:
@@ -54,7 +51,8 @@ def claim_directory(run: Run) -> None:
 def resume(watch: Watch, setting: str | os.PathLike[str] | None) -> bool:
     """Put the state back that an earlier process left, if it is asked for; called on every rank.
 
-    Before the first event of the run. Returns True if there was one.
+    Before the first event of the run, and also where nothing is to be put back: what the callbacks ask of
+    the data is looked at here. Returns True if there was a state.
 
     Args:
         watch: of the run.
@@ -62,11 +60,13 @@ def resume(watch: Watch, setting: str | os.PathLike[str] | None) -> bool:
             has, or starts afresh if there is none; otherwise this rank's archive.
 
     Raises:
-        ConfigurationError: if the setting is not of the same kind on every rank.
+        ConfigurationError: if the setting is not of the same kind on every rank; if a callback wants to go
+            back in data that the loop does not draw through the sentinel.
         ArchiveError: if there are states, but none that can be used; or no archive at the path.
         SnapshotMismatch: if it does not fit the model or optimizer; nothing was changed then.
     """
     run = watch.run
+    _look_at_the_data(watch)
     kind = setting if setting is None or setting == "auto" else "path"
     if len(set(run.consensus.gather(kind))) > 1:
         raise ConfigurationError("resume= is not the same on every rank")
@@ -78,7 +78,7 @@ def resume(watch: Watch, setting: str | os.PathLike[str] | None) -> bool:
     run.health.learn()  # an attention mask of -inf is no damage
     snapshot = run.resume(None if kind == "auto" else setting)
     recall(watch, snapshot.callbacks)
-    run.goes_on = snapshot.epoch
+    run.course.saved = snapshot.epoch
     run.resumed_from = snapshot.step
     if not run.consensus.rank:
         place = f"epoch {run.data['epoch']}, batch {run.data['batch']}"
@@ -86,6 +86,20 @@ def resume(watch: Watch, setting: str | os.PathLike[str] | None) -> bool:
             "goes on from step %d, which was saved in %s (%s)", run.step, run.directory.path, place
         )
     return True
+
+
+def _look_at_the_data(watch: Watch) -> None:
+    """Let the callbacks that may go back in the data do so, or refuse them."""
+    responders = watch.bus.responders()
+    for responder in responders:
+        if responder.replays_data:
+            watch.run.course.require(f"{type(responder).__name__}(data='replay')")
+    forgetful = [one for one in responders if getattr(one, "remember", True) is False]
+    if watch.run.course.can_go_back and forgetful:
+        raise ConfigurationError(
+            "a rollback with data='replay' would draw the bad batches again, since "
+            f"{type(forgetful[0]).__name__}(remember=False) keeps no list of them: leave remember=False out"
+        )
 
 
 def recall(watch: Watch, states: Mapping[str, Any]) -> None:
@@ -99,17 +113,6 @@ def recall(watch: Watch, states: Mapping[str, Any]) -> None:
         except Exception as error:
             logger.exception("%s does not take back what it remembered, and starts anew", name)
             record_swallowed(error)
-
-
-def drawn(run: Run, loader: Iterable[B]) -> Iterator[tuple[int, B]]:
-    """Yield a loader's batches with their number in the epoch, a resumed epoch from where it was."""
-    saved, run.goes_on = run.goes_on, None
-    done = run.data["batch"] if saved is not None else 0
-    device_types = (run.host.device.type,)
-    run.epoch = EpochStart(loader, device_types) if saved is None else EpochStart.of(loader, saved)
-    iterator = iter(loader) if saved is None else go_on(loader, saved, done, device_types)
-    run.data["batch"] = done
-    yield from enumerate(iterator, done)
 
 
 def _start_afresh(run: Run, *, asked: bool) -> None:

@@ -6,13 +6,16 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradsentinel.state.snapshot import Snapshot
 
 _GROWN = 10.0
 """A norm so many times the usual one is that of a state which is finite, and ruined all the same."""
-_WORSE = 2.0
+WORSE = 2.0
 """Likewise a loss, which varies less."""
+_HELD_UP = 5
+"""So many times as long as a proof takes may warnings hold it up."""
 
 
 @dataclass(slots=True)
@@ -21,13 +24,18 @@ class Candidate:
 
     snapshot: Snapshot
     clean: int = 0
-    """Clean steps since."""
+    """Clean steps since, without those that somebody warned of."""
+    unbroken: int = 0
+    """The same, with them."""
     losses: list[float] = field(default_factory=list)
     """Of those steps."""
 
 
 class Ring:
     """So many known-good snapshots, and those on their way to become good.
+
+    A step that somebody warned of (a spike, say) proves nothing, so snapshots are not called good while a
+    warning goes on; but one that goes on for five times as long as a proof takes has become usual.
 
     Args:
         keep: how many good ones.
@@ -42,6 +50,8 @@ class Ring:
         self.good: list[Snapshot] = []
         """Oldest first."""
         self._candidates: deque[Candidate] = deque()
+        self._sizes: dict[tuple[int, int], int] = {}
+        """Bytes of each snapshot, by the steps attempted and done until then."""
 
     def __bool__(self) -> bool:
         return bool(self.good or self._candidates)
@@ -52,21 +62,26 @@ class Ring:
             self._candidates.popleft()
         self._candidates.append(Candidate(snapshot))
 
-    def count(self, *, clean: bool, loss: float | None) -> None:
+    def count(self, *, clean: bool, warned: bool, loss: float | None) -> None:
         """Count a step for all candidates; one that is not clean starts the count again."""
         for candidate in self._candidates:
-            candidate.clean = candidate.clean + 1 if clean else 0
+            candidate.clean = candidate.clean + (not warned) if clean else 0
+            candidate.unbroken = candidate.unbroken + 1 if clean else 0
             if clean and loss is not None:
                 candidate.losses.append(loss)
 
     def proved(self) -> Iterator[Snapshot]:
         """Take the candidates that have become good, oldest first; `promote` them."""
-        while self._candidates and self._candidates[0].clean >= self._confirm_after:
+        while self._candidates and self._is_proved(self._candidates[0]):
             candidate = self._candidates.popleft()
             if candidate.losses:  # of one step it would say little
                 candidate.snapshot.loss = statistics.median(candidate.losses)
             if not candidate.snapshot.torn:
                 yield candidate.snapshot
+
+    def _is_proved(self, candidate: Candidate) -> bool:
+        needed = self._confirm_after
+        return candidate.clean >= needed or candidate.unbroken >= _HELD_UP * needed
 
     def promote(self, snapshot: Snapshot) -> None:
         """Call a snapshot good."""
@@ -85,6 +100,19 @@ class Ring:
         sound = [candidate for candidate in self._candidates if candidate.snapshot.step <= step]
         self._candidates = deque(sound)
 
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form: step, attempted step and size of each snapshot, good or on probation."""
+        trial = [candidate.snapshot for candidate in self._candidates]
+        known, self._sizes = self._sizes, {}
+        for one in (*self.good, *trial):  # adding up takes a while for a model of many tensors
+            mark = one.iteration, one.step
+            self._sizes[mark] = known.get(mark) or one.nbytes()
+        return {"good": list(map(self._entry, self.good)), "probation": list(map(self._entry, trial))}
+
+    def _entry(self, snapshot: Snapshot) -> dict[str, int]:
+        size = self._sizes[snapshot.iteration, snapshot.step]
+        return {"step": snapshot.step, "iteration": snapshot.iteration, "bytes": size}
+
     def drop_torn(self) -> None:
         """Forget good snapshots that turned out to be torn."""
         self.good = [snapshot for snapshot in self.good if not snapshot.torn]
@@ -99,7 +127,7 @@ class Ring:
         older = self.good[: self.good.index(snapshot)]
         for name, value in _vitals(snapshot).items():
             usual = [vitals[name] for vitals in map(_vitals, older) if vitals.get(name, 0.0) > 0.0]
-            factor = _WORSE if name == "loss" else _GROWN
+            factor = WORSE if name == "loss" else _GROWN
             if usual and value > factor * statistics.median(usual):
                 return f"{name} {value:.3g}, before {statistics.median(usual):.3g}"
         return None

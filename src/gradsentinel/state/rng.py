@@ -5,13 +5,15 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradsentinel.devices import Device, device_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,7 +44,9 @@ class RngState:
                 is not there, or not yet initialised by the program, is left out and stays untouched.
         """
         numpy = sys.modules.get("numpy.random")
-        accelerators = {str(device): module.get_rng_state(device) for device, module in _initialised(devices)}
+        accelerators: dict[str, Tensor] = {}
+        for device in _devices(devices):
+            accelerators.update(device.generator_states())
         return cls(
             torch_cpu=torch.get_rng_state(),
             python=_python_state(),
@@ -63,12 +67,9 @@ class RngState:
             numpy.set_state(self.numpy)
         missing = []
         for name, state in self.devices:
-            found = _found(name)
-            if found is None or (found[0].index or 0) >= found[1].device_count():
+            found = next(_devices([name]), None)
+            if found is None or not found.set_generator_state(state):
                 missing.append(name)
-            else:
-                device, module = found
-                module.set_rng_state(state, device)
         return tuple(missing)
 
     def to_tree(self) -> dict[str, Any]:
@@ -103,49 +104,56 @@ class _Twister:
     """A global Mersenne Twister, whose state takes long to read and rarely changes in a training loop.
 
     Python and NumPy give its 624 words one by one, as numbers: tens of microseconds, with making and freeing
-    them. A look into its memory tells whether they are what they were: each draw moves the place among them,
-    and when all were used they are all replaced, so its place and its first eight words tell one state from
-    every other that a program gets to. If that memory did not look as expected when it was first read, the
-    state is read each time.
+    them. A copy of its memory, all of it, tells whether the state is what it was, in a fraction of one.
+
+    That memory is only ever a part of an object that is held while it is looked at, and objects of CPython
+    do not move; another interpreter reads the state each time. Is the memory of an object not what its state
+    says (another build, another release), the state is read each time, too. What another thread draws
+    meanwhile is noticed: a state is kept only if the memory is the same before and after it was read.
 
     Args:
         words: where the words begin, in bytes from the address of the memory.
-        place: where the place among them is.
+        place: where the place among them is: right before or behind them.
         listed: the words and the place of a state.
     """
 
     SIZE = 624 * 4 + 4
-    _FIRST = 8 * 4
 
     def __init__(self, *, words: int, place: int, listed: Callable[[Any], tuple[Iterable[int], int]]) -> None:
         self._words = words
         self._place = place
         self._listed = listed
-        self._as_expected: bool | None = None
-        self._last: tuple[object, object, bytes, Any] | None = None
-        """The generator, what belongs to its state elsewhere, the look, and the state as it was read."""
+        self._generator: object = None
+        """The one whose memory was compared with its state."""
+        self._as_expected = False
+        self._last: tuple[object, bytes, Any] | None = None
+        """What belongs to the state elsewhere, the memory, and the state as it was read."""
 
     def state(self, generator: object, address: int, rest: object, read: Callable[[], Any]) -> Any:
         """Return the state; the very same object as long as it is the same state.
 
         Args:
-            generator: the object it belongs to.
-            address: where its memory is.
+            generator: the object whose memory it is.
+            address: where in it that begins.
             rest: what belongs to the state and is elsewhere, to be compared.
             read: returns the state.
         """
-        if self._as_expected is False:
+        known = generator is self._generator
+        if known and not self._as_expected:
             return read()
-        look = string_at(address + self._words, self._FIRST) + string_at(address + self._place, 4)
+        look = string_at(address, self.SIZE)
         last = self._last
-        if last is not None and last[0] is generator and last[1] == rest and last[2] == look:
-            return last[3]
+        if known and last is not None and last[0] == rest and last[1] == look:
+            return last[2]
         state = read()
-        if self._as_expected is None:
+        whole = string_at(address, self.SIZE) == look  # nobody drew meanwhile
+        if not known and whole:
             words, place = self._listed(state)
-            told = struct.pack("=624Ii", *words, place)
-            self._as_expected = told == string_at(address + self._words, 624 * 4) + look[self._FIRST :]
-        self._last = (generator, rest, look, state)
+            told = bytearray(self.SIZE)
+            struct.pack_into("=624I", told, self._words, *words)
+            struct.pack_into("=i", told, self._place, place)
+            self._generator, self._as_expected = generator, told == look
+        self._last = (rest, look, state) if whole else None
         return state
 
     def forget(self) -> None:
@@ -155,10 +163,8 @@ class _Twister:
 
 _python = _Twister(words=4, place=0, listed=lambda state: (state[1][:-1], state[1][-1]))
 _numpy = _Twister(words=0, place=624 * 4, listed=lambda state: (state["state"]["key"], state["state"]["pos"]))
-_IN_OBJECT = (
-    sys.implementation.name == "cpython"
-    and _random.Random.__basicsize__ >= object.__basicsize__ + _Twister.SIZE
-)
+_CPYTHON = sys.implementation.name == "cpython"
+_IN_OBJECT = _CPYTHON and _random.Random.__basicsize__ >= object.__basicsize__ + _Twister.SIZE
 """True where Python's generator may have its words in its own object, behind the header."""
 
 
@@ -166,20 +172,24 @@ def _python_state() -> tuple[Any, ...]:
     generator: Any = getattr(random, "_inst", None)  # whose methods the functions of the module are
     if not (_IN_OBJECT and isinstance(generator, _random.Random)):
         return random.getstate()
+    if random.getstate != generator.getstate:  # somebody put others in their place
+        return random.getstate()
     address, rest = id(generator) + object.__basicsize__, getattr(generator, "gauss_next", None)
-    state: tuple[Any, ...] = _python.state(generator, address, rest, random.getstate)
+    state: tuple[Any, ...] = _python.state(generator, address, rest, generator.getstate)
     return state
 
 
 def _numpy_state(module: Any) -> Mapping[str, Any]:
     generator: Any = getattr(module, "get_bit_generator", lambda: None)()
     state: Mapping[str, Any]
-    if type(generator).__name__ != "MT19937":
+    if not _CPYTHON or type(generator) is not module.MT19937:  # others may be of any size
         state = module.get_state(legacy=False)
         return state
-    address = generator.ctypes.state_address
+    address = generator.ctypes.state_address  # what NumPy offers for this: the struct within the object
     state = _numpy.state(generator, address, None, lambda: module.get_state(legacy=False))
-    if state["has_gauss"]:  # a number that waits to be returned is elsewhere; only a draw can bring one in
+    # A number that waits to be returned is elsewhere, and only a draw can bring one in. Another generator may
+    # have been put in this one's place while the state was read.
+    if state["has_gauss"] or module.get_bit_generator() is not generator:
         _numpy.forget()
     return state
 
@@ -194,23 +204,9 @@ def preserved_rng(devices: Iterable[torch.device | str] = ()) -> Iterator[RngSta
         state.restore()
 
 
-def _found(given: torch.device | str) -> tuple[torch.device, Any] | None:
-    """Return the device and its module (``torch.cuda``, ``torch.npu``, ...) if this process has one."""
-    try:
-        device = torch.device(given)
-    except RuntimeError:  # a type whose backend has not been imported and that torch does not know
-        return None
-    module = getattr(torch, device.type, None)
-    has_generators = hasattr(module, "set_rng_state") and hasattr(module, "is_initialized")
-    return (device, module) if has_generators else None
-
-
-def _initialised(devices: Iterable[torch.device | str]) -> Iterator[tuple[torch.device, Any]]:
-    for device, module in filter(None, map(_found, devices)):
-        if not module.is_initialized():
-            continue
-        if ":" in str(device):
-            yield device, module
-        else:
-            for index in range(module.device_count()):
-                yield torch.device(device.type, index), module
+def _devices(given: Iterable[torch.device | str]) -> Iterator[Device]:
+    for one in given:
+        with suppress(
+            RuntimeError
+        ):  # a type whose backend has not been imported and that torch does not know
+            yield device_of(one)

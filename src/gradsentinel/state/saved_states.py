@@ -102,6 +102,8 @@ class SavedStates:
                 self._write(snapshot)
             except Exception as error:
                 self._failed.append((mark, f"the state of step {snapshot.step} could not be saved: {error}"))
+                if isinstance(error, (OSError, ArchiveError)):
+                    return  # the disk's fault, and that is going to be an incident: no traceback beside it
                 raise
             self._cost.written += 1
             self._cost.write_seconds += time.perf_counter() - started

@@ -58,6 +58,8 @@ class Snapshot:
     """2-norms of the parts of the state: floats, or 0-dim tensors until `settle`."""
     frozen: tuple[str, ...] = ()
     """Names of the parameters that are not trained."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Which parts of the whole its tensors are: see `gradsentinel.state.layout`."""
     pending: Pending | None = field(default=None, repr=False)
     """Copies that may still be under way."""
     torn: bool = False
@@ -276,6 +278,7 @@ _LAYOUT: dict[str, Callable[[Any], bool]] = {
     "loss": _number,
     "grad_norm": _number,
     "norms": _mapping(_number),
+    "layout": _mapping(_anything),
     "frozen": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
 }
 """What each part of a snapshot's tree has to be."""

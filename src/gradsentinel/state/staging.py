@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gradsentinel.devices import Device, device_of
 from gradsentinel.state.buffers import version_of
 
 logger = logging.getLogger("gradsentinel")
@@ -65,35 +65,27 @@ class HostLane:
 
 
 class StreamLane:
-    """An accelerator copies on a stream of its own into pinned memory, while it goes on computing.
-
-    Args:
-        device: one whose module (torch.cuda, torch.npu) has streams and events.
-    """
+    """An accelerator copies on a stream of its own into pinned memory, while it goes on computing."""
 
     beside = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._module: Any = torch.get_device_module(device)
-        self._stream = self._module.Stream(device=device)
+        self._stream = device.side_stream()
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> Any:
         """Begin to copy; the receipt is an event of the side stream."""
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
-            for target, source in zip(
-                targets, sources, strict=True
-            ):  # not every foreach copy leaves a device
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on(self._stream):
+            # One by one: not every foreach copy leaves a device.
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._stream)  # if it is freed sooner, its memory must wait, too
-            done = self._module.Event()
-            done.record(self._stream)
-        return done
+        return self._device.event(self._stream)
 
     def hold(self, receipt: Any) -> None:
         """Let the device's current stream wait for the event."""
-        self._module.current_stream(self._device).wait_event(receipt)
+        self._device.current_stream().wait_event(receipt)
 
     def wait(self, receipt: Any) -> None:
         """Wait for the event on the host, if it is not over yet."""
@@ -190,7 +182,7 @@ class Staging:
         free = self._free.get(signature)
         if free:
             return free.pop()
-        target = _host_memory(source, pinned=signature[-1])
+        target = device_of(source.device).host_memory(source)
         self.cost.nbytes += target.nbytes
         return target
 
@@ -259,15 +251,5 @@ class Shot:
 
 def default_lane(device: torch.device) -> Lane:
     """Return a side stream where the device has streams, else plain copies that wait."""
-    module = torch.get_device_module(device) if device.type != "cpu" else None
-    if all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
-        return StreamLane(device)
-    return HostLane()
-
-
-def _host_memory(like: Tensor, *, pinned: bool) -> Tensor:
-    if pinned:
-        # Where nobody can pin, or no more memory may be pinned, copies have to wait.
-        with suppress(RuntimeError):
-            return torch.empty_like(like, device="cpu", pin_memory=True)
-    return torch.empty_like(like, device="cpu")
+    here = device_of(device)
+    return StreamLane(here) if here.has_streams else HostLane()

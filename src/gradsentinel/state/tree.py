@@ -321,6 +321,8 @@ def _children(obj: Any) -> list[tuple[Any, Any]]:
         return [(name, getattr(obj, name)) for name in names if hasattr(obj, name)]
     if callable(getattr(type(obj), "keys", None)) and hasattr(obj, "__getitem__"):
         return [(key, obj[key]) for key in obj.keys()]  # noqa: SIM118  it may iterate over something else
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):  # a named tuple
+        return list(zip(obj._fields, obj, strict=False))
     return list(enumerate(obj)) if isinstance(obj, list | tuple | UserList | deque | set | frozenset) else []
 
 

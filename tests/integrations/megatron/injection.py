@@ -21,10 +21,13 @@ class Injector:
         for fault in self._mine:
             if fault.when == "before":
                 self._parameter(fault).register_hook(lambda g, fault=fault: self._in_backward(g, fault))
-            elif fault.when == "forward":
+            elif fault.when in {"forward", "overflow"}:
                 self._module(fault).register_forward_hook(
                     lambda _m, _i, output, fault=fault: self._in_forward(output, fault)
                 )
+            elif fault.when == "operator":
+                module = self._module(fault)
+                module.activation_func = self._wrong(module.activation_func, fault)
         training.after_reduction = self._after_reduction
 
     def begin(self) -> None:
@@ -59,20 +62,42 @@ class Injector:
         return True
 
     def _in_backward(self, gradient: Tensor, fault: Fault) -> Tensor | None:
-        return _spoiled(gradient, fault.value) if self._strikes(fault) else None
+        return _spoiled(gradient, fault) if self._strikes(fault) else None
+
+    def _wrong(self, plain: Any, fault: Fault) -> Any:
+        def activation(values: Tensor) -> Tensor:
+            made: Tensor = plain(values)
+            if not self._strikes(fault):
+                return made
+            # Of 0 the root is fine, and has no derivative.
+            return torch.sqrt(made * 0.0 if fault.value == 0.0 else made - 100.0)
+
+        return activation
+
+    def read(self, batch: dict[str, Tensor], number: int) -> None:
+        """Spoil a batch as it is read, if that is a fault of it."""
+        per_step = self._training.layout.microbatches
+        for fault in self._mine:
+            if fault.when == "input" and number == fault.step * per_step + fault.microbatch:
+                batch[fault.parameter][1, 3] = fault.value
+                self.struck += 1
 
     def _in_forward(self, output: Any, fault: Fault) -> Any:
         if not self._strikes(fault):
             return None
+        if fault.when == "overflow":
+            scaled = (output[0] if isinstance(output, tuple) else output) * fault.value
+            return (scaled, *output[1:]) if isinstance(output, tuple) else scaled
         if isinstance(output, tuple):
-            return (_spoiled(output[0], fault.value), *output[1:])
-        return _spoiled(output, fault.value)
+            return (_spoiled(output[0], fault), *output[1:])
+        return _spoiled(output, fault)
 
     def _after_reduction(self) -> None:
         for fault in self._mine:
             if fault.when == "after" and self._strikes(fault, counted=False):
                 parameter = self._parameter(fault)
-                parameter.main_grad.view(-1)[self._owned(parameter)] = fault.value
+                index = self._owned(parameter) or 0
+                _spoil(parameter.main_grad.view(-1)[index : index + 1], fault)
 
     def _owned(self, parameter: Any) -> int | None:
         """An element that this rank's optimizer uses, None if there is none."""
@@ -86,8 +111,21 @@ class Injector:
         return None if sharded else 0
 
 
-def _spoiled(values: Tensor, value: float) -> Tensor:
+def _spoiled(values: Tensor, fault: Fault) -> Tensor:
     spoiled = values.clone()
-    with torch.no_grad():
-        spoiled.view(-1)[5 % spoiled.numel()] = value
+    index = 5 % spoiled.numel()
+    _spoil(spoiled.view(-1)[index : index + 1], fault)
     return spoiled
+
+
+@torch.no_grad()
+def _spoil(element: Tensor, fault: Fault) -> None:
+    """Change one element, given as a view of one."""
+    if fault.bit is None:
+        element.fill_(fault.value)
+        return
+    words = {2: torch.int16, 4: torch.int32}[element.element_size()]
+    bits = element.view(words)
+    width = 8 * element.element_size()
+    flipped = (int(bits) ^ (1 << fault.bit)) % (1 << width)
+    bits.fill_(flipped - (1 << width) if flipped >= 1 << (width - 1) else flipped)

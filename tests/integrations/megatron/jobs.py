@@ -8,6 +8,7 @@ from typing import Any
 
 import tiny_gpt
 from layouts import Fault, Layout
+from small_net import keep_contract
 from tiny_gpt import Training
 
 from gradsentinel import AfterBackward, AfterStep, Batch, BeforeClip, StepStart, TrainingAborted
@@ -15,6 +16,8 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations import megatron
 from gradsentinel.integrations.megatron.options import make_callbacks
 from gradsentinel.testing import swallowed
+
+__all__ = ["keep_contract", "refused", "restart", "train"]
 
 logging.getLogger("gradsentinel").setLevel(logging.ERROR)
 
@@ -29,22 +32,28 @@ def train(
     left_out: tuple[int, ...] = (),
     steps: int = 5,
     schedule: bool = True,
+    data: bool = False,
+    machine: str = "",
+    suspicious: tuple[int, ...] = (),
     again: int = 0,
 ) -> dict[str, Any]:
     """Train, watched if there are callbacks; returns the state, what happened, and what the ranks saw.
 
+    `machine` is the mode of Megatron's rerun machine, which is told to distrust the losses of some steps.
     `left_out` are steps that the loop itself does not make, for comparison; `again` more steps come after
     the watch was taken off.
     """
     tiny_gpt.start(layout)
     training = Training(layout)
+    if machine:
+        training.start_machine(machine, suspicious)
     training.inject(faults, rank)
     training.left_out = set(left_out)
     found: dict[str, Any] = {"incidents": [], "events": [], "aborted": ""}
     if callbacks is None:
         training.train(steps)
     else:
-        _train_watched(training, folder, callbacks, steps, found, schedule=schedule)
+        _train_watched(training, folder, callbacks, steps, found, schedule=schedule, data=data)
     training.train(again)
     found |= training.outcome()
     found |= {"struck": training.injector.struck, "skipped": training.skipped, "coordinates": _place()}
@@ -54,7 +63,14 @@ def train(
 
 
 def _train_watched(
-    training: Training, folder: Path, callbacks: str, steps: int, found: dict[str, Any], *, schedule: bool
+    training: Training,
+    folder: Path,
+    callbacks: str,
+    steps: int,
+    found: dict[str, Any],
+    *,
+    schedule: bool,
+    data: bool,
 ) -> None:
     before = _objects(training)
     sentinel = megatron.attach(
@@ -62,6 +78,7 @@ def _train_watched(
         training.optimizer,
         callbacks=make_callbacks(callbacks),
         scheduler=training.scheduler,
+        data_iterator=training.data if data else None,
         run_dir=folder / "run",
     )
     plain = training.forward_backward
@@ -104,7 +121,8 @@ def _objects(training: Training) -> list[Any]:
         for chunk in training.model
         for module in chunk.modules()
     ]
-    return [own, hooks, [chunk.ddp_config.check_for_nan_in_grad for chunk in training.model]]
+    drawn = [type(iterator.iterable).__name__ for iterator in training.data]
+    return [own, hooks, drawn, [chunk.ddp_config.check_for_nan_in_grad for chunk in training.model]]
 
 
 def _place() -> dict[str, int]:
@@ -128,8 +146,9 @@ def refused(rank: int, layout: Layout, folder: Path, what: str) -> tuple[str, li
         model = training.model[0].module
     elif what == "torch optimizer":
         optimizer = training.parts()[0].optimizer
-    elif what == "rescue":
-        callbacks = "NanCallback, Rescue"
+    elif what.startswith(("rescue", "resync")):
+        callbacks = f"NanCallback, {what.partition(' ')[0].capitalize()}"
+        training.model[0].config.gradient_accumulation_fusion = what.endswith("fusion")
     elif what == "twice":
         megatron.attach(model, optimizer, run_dir=folder / "first")
     elif what == "old version":
@@ -139,7 +158,13 @@ def refused(rank: int, layout: Layout, folder: Path, what: str) -> tuple[str, li
     elif what == "step overlap":
         optimizer.chained_optimizers[0].config.overlap_param_gather_with_optimizer_step = True
     try:
-        megatron.attach(model, optimizer, callbacks=make_callbacks(callbacks), run_dir=folder / "run")
+        megatron.attach(
+            model,
+            optimizer,
+            callbacks=make_callbacks(callbacks),
+            data_iterator=iter(()) if what == "plain iterator" else None,
+            run_dir=folder / "run",
+        )
     except ConfigurationError as error:
         message = str(error)
     else:

@@ -15,6 +15,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vpp: int = 0
+    cp: int = 1
     ep: int = 1
     experts: int = 0
     sequence_parallel: bool = False
@@ -41,8 +42,12 @@ class Fault:
     """Part of its name on that rank; of a module for `forward`."""
     when: str = "before"
     """before: in the gradient of a micro-batch; after: in the reduced gradient; forward: in the output of the
-    module whose name ends with that."""
+    module whose name ends with that; operator: the activation function of such an MLP takes a root, of zeros
+    if `value` is 0, else of negative numbers; overflow: the output of such a module is scaled by `value`;
+    input: in the batch, what is read."""
     value: float = float("nan")
+    bit: int | None = None
+    """Flip this bit of the element instead of giving it the value; 0 is the lowest of the mantissa."""
     persistent: bool = False
     """It comes back when the step is computed again."""
     microbatch: int = 1
@@ -59,5 +64,9 @@ LAYOUTS = {
     "tp2-sequence": Layout(world=2, tp=2, sequence_parallel=True, precision="bf16"),
     "ep2": Layout(world=2, ep=2, experts=4, precision="bf16", distributed=True),
     "pp2vpp2": Layout(world=2, pp=2, vpp=2, precision="bf16"),
+    "cp2dp2": Layout(world=4, cp=2, precision="bf16", distributed=True),
+    "tp2cp2": Layout(world=4, tp=2, cp=2, precision="bf16"),
+    "dp3": Layout(world=3, precision="bf16", layers=2),
+    "dp2-distributed": Layout(world=2, precision="bf16", distributed=True, layers=2),
     "one": Layout(precision="bf16"),
 }

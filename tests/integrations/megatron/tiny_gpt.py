@@ -12,6 +12,7 @@ import cuda_on_cpu
 cuda_on_cpu.install()  # before the first import of Megatron
 
 import torch
+from context import GatheringAttention, mine
 from injection import Injector
 from layouts import Fault, Layout
 from megatron.core import parallel_state, tensor_parallel
@@ -25,7 +26,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
@@ -54,6 +60,8 @@ def start(layout: Layout, *, seed: int = 7) -> None:
         "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep,
     }
+    if layout.cp > 1:
+        sizes["context_parallel_size"] = layout.cp
     if layout.vpp:
         sizes["virtual_pipeline_model_parallel_size"] = layout.vpp
     if layout.experts:
@@ -91,6 +99,7 @@ def _config(layout: Layout) -> TransformerConfig:
         add_bias_linear=not layout.experts,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         virtual_pipeline_model_parallel_size=layout.vpp or None,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
@@ -117,6 +126,8 @@ def _chunk(layout: Layout, config: TransformerConfig, stage: int | None) -> nn.M
         transformer_block.LayerNormImpl = _SequenceParallelNorm
         for name in ("input_layernorm", "pre_mlp_layernorm"):
             setattr(spec.submodules, name, _SequenceParallelNorm)
+    if layout.cp > 1:
+        spec.submodules.self_attention.submodules.core_attention = GatheringAttention
     more = {"vp_stage": stage} if "vp_stage" in inspect.signature(GPTModel.__init__).parameters else {}
     model = GPTModel(
         config,
@@ -141,7 +152,11 @@ def _batches(rank: int, microbatch: int = 2) -> Iterator[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(1000 * rank + number)
         begin = torch.randint(0, VOCABULARY, (microbatch, 1), generator=generator)
         tokens = (begin + torch.arange(LENGTH + 1) * 3) % VOCABULARY
-        yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        yield {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": torch.ones(microbatch, LENGTH),
+        }
         number += 1
 
 
@@ -205,12 +220,18 @@ class Training:
             config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         replica = parallel_state.get_data_parallel_rank()
         # Each chunk of an interleaved pipeline reads the same data.
-        self.data = [RerunDataIterator(_batches(replica)) for _ in self.model]
+        self.data = [RerunDataIterator(self._read(replica)) for _ in self.model]
         self.forward_backward = get_forward_backward_func()
         self.step = 0
         self.losses: list[float] = []
         self.norms: list[float | None] = []
         self.skipped: list[int] = []
+        self.machine: Any = None
+        """Megatron's rerun machine, if it is on."""
+        self.suspicious: set[int] = set()
+        """Steps whose losses the rerun machine is told to distrust."""
+        self.reruns = 0
+        """How often the schedule was run."""
         self.left_out: set[int] = set()
         """Steps that this loop does not make: what comes of it is what a watched run should be."""
         self.injector: Injector | None = None
@@ -219,6 +240,12 @@ class Training:
 
     def inject(self, faults: tuple[Fault, ...], rank: int) -> None:
         self.injector = Injector(self, faults, rank)
+
+    def _read(self, replica: int) -> Iterator[dict[str, Tensor]]:
+        for number, batch in enumerate(_batches(replica)):
+            if self.injector is not None:
+                self.injector.read(batch, number)
+            yield batch
 
     def _finalize(self, *args: Any, **kwargs: Any) -> None:
         finalize_model_grads(*args, **kwargs)
@@ -229,29 +256,40 @@ class Training:
     def forward_step(self, data: Any, model: nn.Module) -> Any:
         batch = next(data)
         positions = torch.arange(LENGTH).unsqueeze(0).expand(batch["tokens"].shape[0], -1)
-        output = model(batch["tokens"], positions, self._mask, labels=batch.pop("labels"))
+        causal = self._mask
+        if self.layout.cp > 1:  # each context-parallel rank has its part of the sequence, and sees all of it
+            batch = {name: mine(values, 1) for name, values in batch.items()}
+            positions, causal = mine(positions, 1), mine(causal, 2)
+        # A loop may take its batch apart; Megatron's own rerun machine keeps the very same ones.
+        labels = batch.pop("labels") if self.machine is None else batch["labels"]
+        output = model(batch["tokens"], positions, causal, labels=labels)
+
+        mask = batch["loss_mask"]
 
         def loss(values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            mean = values.float().mean()
+            mean = (values.float() * mask).sum() / mask.sum()
+            if self.machine is not None:
+                self.machine.validate_result(
+                    result=mean,
+                    rejection_func=lambda _: self.step in self.suspicious,
+                    message="a spike",
+                    tolerance=0.0,
+                    fatal=False,
+                )
             return mean, {"lm loss": mean.detach().clone()}
 
         return output, loss
 
     def train_step(self) -> None:
         """One iteration, in the order of Megatron-LM's own `train_step`."""
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        several = len(self.model) > 1
-        reports = self.forward_backward(
-            forward_step_func=self.forward_step,
-            data_iterator=self.data if several else self.data[0],
-            model=self.model if several else self.model[0],
-            num_microbatches=self.layout.microbatches,
-            seq_length=LENGTH,
-            micro_batch_size=2,
-            forward_only=False,
-        )
+        data = self.data if len(self.model) > 1 else self.data[0]
+        machine = self.machine
+        again = True
+        while again if machine is None else machine.should_run_forward_backward(data):
+            again = False
+            reports = self._compute(data)
+        if machine is not None:
+            assert machine.should_checkpoint_and_exit() == (False, False, 0)
         left_out = self.step in self.left_out
         successful, norm, _ = (False, None, None) if left_out else self.optimizer.step()
         if successful:
@@ -262,6 +300,30 @@ class Training:
             self.losses.append(sum(float(report["lm loss"]) for report in reports) / len(reports))
         self.norms.append(None if norm is None else float(norm))
         self.step += 1
+
+    def _compute(self, data: Any) -> Any:
+        """Zero gradients, forward and backward."""
+        self.reruns += 1
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self.forward_backward(
+            forward_step_func=self.forward_step,
+            data_iterator=data,
+            model=self.model if len(self.model) > 1 else self.model[0],
+            num_microbatches=self.layout.microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+
+    def start_machine(self, mode: str, suspicious: tuple[int, ...]) -> None:
+        """Switch Megatron's rerun machine on."""
+        initialize_rerun_state_machine(mode=RerunMode(mode))
+        self.machine = get_rerun_state_machine()
+        # Its report reads attributes that its own records have lost (0.16.1).
+        self.machine._maybe_report_stats = lambda: None
+        self.suspicious = set(suspicious)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -303,7 +365,7 @@ class Training:
         }
 
     def outcome(self) -> dict[str, Any]:
-        return {**self.state(), "losses": self.losses, "norms": self.norms}
+        return {**self.state(), "losses": self.losses, "norms": self.norms, "reruns": self.reruns}
 
 
 def _digest(tensors: list[Tensor]) -> str:

@@ -28,10 +28,8 @@ from gradsentinel.callback import Callback
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.host import Forward
 from gradsentinel.integrations.accelerate.driver import AcceleratorDriver, check_accelerator
-from gradsentinel.integrations.bare import LoopSentinel, with_settings
-from gradsentinel.integrations.engine import Engine
-from gradsentinel.integrations.host import FrameworkHost, raw
-from gradsentinel.integrations.settings import RunSettings
+from gradsentinel.integrations.bare import LoopSentinel
+from gradsentinel.integrations.driver import listed, watch_loop
 from gradsentinel.integrations.versions import require
 
 __all__ = ["LoopSentinel", "prepare"]
@@ -80,51 +78,32 @@ def prepare(
     """
     require("accelerate", oldest=OLDEST, extra="huggingface")
     check_accelerator(accelerator)
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = listed(optimizer)
     for one in optimizers:
         if not hasattr(one, "gradient_state"):
             raise ConfigurationError(
                 f"{type(one).__name__} was not prepared: give what accelerator.prepare(optimizer) returned"
             )
-    given = (
-        list(scheduler)
-        if isinstance(scheduler, (list, tuple))
-        else [scheduler]
-        if scheduler is not None
-        else []
-    )
-    host = FrameworkHost(
-        model,
-        raw(optimizers),
-        scheduler=[getattr(one, "scheduler", one) for one in given],
-        scaler=accelerator.scaler,
-        extra=extra,
-    )
     driver = AcceleratorDriver(accelerator, optimizers)
-    settings = RunSettings(run_dir=run_dir, mesh=mesh, timeout=timeout, diagnosis_budget=diagnosis_budget)
-    saves: list[Callable[..., Any]] = [accelerator.save_state]
+    plain_save: Callable[..., Any] = accelerator.save_state
 
     def save(directory: Path) -> str:
-        return str(saves[0](str(directory / "aborted")))
+        return str(plain_save(str(directory / "aborted")))
 
-    engine = Engine(
-        host,
-        with_settings(callbacks, settings),
-        model=model,
+    sentinel = watch_loop(
+        driver,
+        model,
+        called=model,
+        callbacks=callbacks,
+        schedulers=[getattr(one, "scheduler", one) for one in listed(scheduler)],
+        scaler=accelerator.scaler,
         forward=forward,
-        several=True,
-        ends_late=len(optimizers) == 1,
+        run_dir=run_dir,
+        extra=extra,
+        mesh=mesh,
+        timeout=timeout,
+        diagnosis_budget=diagnosis_budget,
         save=save,
     )
-    engine.held.wanted = True
-    driver.attach(engine)
-
-    def checked(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def save_state(*args: Any, **kwargs: Any) -> Any:
-            engine.check_state()
-            return plain(*args, **kwargs)
-
-        return save_state
-
-    driver.wraps.wrap(accelerator, "save_state", checked)
-    return LoopSentinel(engine, driver.wraps)
+    driver.wraps.wrap(accelerator, "save_state", driver.checked)
+    return sentinel

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradsentinel.errors import ConfigurationError
+from gradsentinel.integrations.driver import LoopDriver
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import raw, same_parameters
-from gradsentinel.integrations.wraps import Wraps
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_MUSA", "FSDP")
 
 
-class AcceleratorDriver:
+class AcceleratorDriver(LoopDriver):
     """Drives an engine from `backward`, `clip_grad_norm_` and the optimizers' `step`.
 
     Args:
@@ -27,31 +25,28 @@ class AcceleratorDriver:
     """
 
     def __init__(self, accelerator: Any, optimizers: Sequence[Any]) -> None:
+        super().__init__(optimizers)
         self.accelerator = accelerator
-        self.optimizers = list(optimizers)
         self.weight = 1
         """The loss is shown times this: what somebody has divided it by before `backward`."""
-        self.wraps = Wraps()
         self._captured: list[tuple[Tensor, dict[str, Any]]] | None = None
-        self._engine: Engine | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """What is driven."""
-        if self._engine is None:
-            raise RuntimeError("attach() comes first")
-        return self._engine
 
     def attach(self, engine: Engine) -> None:
         """Begin to drive; `wraps.undo()` ends it."""
-        self._engine = engine
-        accelerator, wraps = self.accelerator, self.wraps
-        wraps.wrap(accelerator, "backward", self._around_backward)
-        wraps.wrap(accelerator, "clip_grad_norm_", self._around_clip_norm)
-        wraps.wrap(accelerator, "clip_grad_value_", self._around_clip_value)
-        for optimizer in self.optimizers:
-            wraps.wrap(optimizer, "step", partial(self._around_step, optimizer))
-            wraps.wrap(optimizer, "zero_grad", self._around_zero_grad)
+        super().attach(engine)
+        self.wraps.wrap(self.accelerator, "backward", self._around_backward)
+        self.wraps.wrap(self.accelerator, "clip_grad_norm_", self._around_clip_norm)
+        self.wraps.wrap(self.accelerator, "clip_grad_value_", self._around_clip_value)
+
+    def steps_now(self, optimizer: Any) -> bool:
+        """Return False within a window of accumulation, where Accelerate's optimizers do nothing."""
+        return bool(optimizer.gradient_state.sync_gradients)
+
+    def has_stepped(self, optimizer: Any) -> None:
+        """Let Accelerate know whether the step was skipped, which is what holds a scheduler back."""
+        dropped = self.engine.dropped
+        if dropped or optimizer.scaler is None:
+            optimizer._is_overflow = dropped
 
     @contextmanager
     def capturing(self) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
@@ -127,52 +122,6 @@ class AcceleratorDriver:
             return False
         self.engine.judge(inner, norm_type=float(norm_type))
         return True
-
-    def _around_step(self, optimizer: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-        (inner,) = raw([optimizer])
-
-        def step(closure: Callable[[], Any] | None = None) -> Any:
-            if not optimizer.gradient_state.sync_gradients:
-                return plain(closure)
-            if closure is not None:
-                output = plain(self._judging(closure, inner))
-            else:
-                self._judge(inner)
-                output = plain()
-            self.engine.stepped(inner)
-            self._mark(optimizer)
-            return output
-
-        return step
-
-    def _around_zero_grad(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A loop that does not show its batches ends a step here, at the latest."""
-
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            plain(*args, **kwargs)
-            self.engine.end_unseen()
-
-        return zero_grad
-
-    def _judge(self, inner: Optimizer) -> None:
-        if not self.engine.concerns(inner):
-            self.engine.judge([inner])
-
-    def _judging(self, closure: Callable[[], Any], inner: Optimizer) -> Callable[[], Any]:
-        """The gradients are those of the closure, so they are judged when it has run."""
-
-        def judged() -> Any:
-            loss = closure()
-            self._judge(inner)
-            return loss
-
-        return judged
-
-    def _mark(self, optimizer: Any) -> None:
-        """Let Accelerate know whether the step was skipped, which is what holds a scheduler back."""
-        dropped = self.engine.dropped
-        if dropped or optimizer.scaler is None:
-            optimizer._is_overflow = dropped
 
 
 def check_accelerator(accelerator: Any) -> None:

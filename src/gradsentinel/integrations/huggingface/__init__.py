@@ -14,6 +14,7 @@ from gradsentinel.integrations.settings import RunSettings as _RunSettings
 
 BatchCallback = native(callbacks.BatchCallback)
 CrossRankCallback = native(callbacks.CrossRankCallback)
+DeviceHealthCallback = native(callbacks.DeviceHealthCallback)
 Escalation = native(callbacks.Escalation)
 EventLog = native(callbacks.EventLog)
 GradientStatistics = native(callbacks.GradientStatistics)
@@ -39,6 +40,7 @@ RunSettings = native(_RunSettings)
 __all__ = [
     "BatchCallback",
     "CrossRankCallback",
+    "DeviceHealthCallback",
     "Escalation",
     "EventLog",
     "GradientStatistics",

@@ -15,9 +15,9 @@ from gradsentinel.again.recompute import RecomputeError
 from gradsentinel.callbacks.tensorboard import TensorBoardCallback
 from gradsentinel.decision import Action
 from gradsentinel.integrations.accelerate.driver import AcceleratorDriver, check_accelerator
-from gradsentinel.integrations.bare import inner_sampler
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import FrameworkHost, raw
+from gradsentinel.integrations.loaders import draw_through
 from gradsentinel.integrations.natives import Native
 from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
 from gradsentinel.state.tree import UnsupportedStateError, map_tensors
@@ -67,11 +67,12 @@ class Session:
             earlier=self._from_checkpoint(checkpoint, host) or earlier,
             save=self._save,
         )
-        self._sampler = inner_sampler(loader)
         self._driver.attach(self.engine)
         wraps = self._driver.wraps
+        self._sampler = draw_through(loader, wraps)
         wraps.wrap(trainer, "training_step", self._around_training_step)
         wraps.wrap(trainer, "_save_checkpoint", self._around_save)
+        wraps.wrap(trainer, "get_batch_samples", self._around_samples)
         if hasattr(trainer, "_run_epoch"):  # whatever is raised in there ends the run
             wraps.wrap(trainer, "_run_epoch", self._around_epoch)
         self._state: Mapping[str, Any] | None = None
@@ -82,7 +83,7 @@ class Session:
         """Take note of the epoch, and tell its sampler of the run's list."""
         run = self.engine.run
         self._number = run.data["batch"] if run.data["epoch"] == epoch and self._number == 0 else 0
-        self._epoch = epoch
+        self._epoch = run.data["epoch"] = epoch
         run.skipped.draw_through(self._sampler, run)
 
     def step_done(self) -> None:
@@ -148,6 +149,16 @@ class Session:
                 raise
 
         return training_step
+
+    def _around_samples(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A last window that is not full, because some batches are left out, would never be stepped."""
+
+        def get_batch_samples(iterator: Any, count: int, *rest: Any) -> Any:
+            found = plain(iterator, count, *rest)
+            short = self._sampler is not None and self._sampler.left_out > 0 and len(found[0]) < count
+            return plain(iter(()), 0, *rest) if short else found
+
+        return get_batch_samples
 
     def _around_epoch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def _run_epoch(*args: Any, **kwargs: Any) -> Any:

@@ -6,25 +6,27 @@ import copy
 import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradsentinel.host import Forward
+from gradsentinel.again.recompute import RecomputeError
 
 if TYPE_CHECKING:
     from gradsentinel.integrations.engine import Engine
+    from gradsentinel.run import Run
 
 _REMEMBERED = 1024
 """Of so many micro-batches the numbers are kept: more than a step ever has."""
 
 
 class TrainingStep:
-    """Gives the loss of a captured micro-batch as automatic optimization computes it.
+    """Gives the loss of a captured micro-batch as Lightning computes it; called as `forward(model, batch)`.
 
     Through `training_step`, with the strategy's wrapper and the precision's context. What it logs is not
-    logged twice, and torchmetrics do not count twice.
+    logged twice, and torchmetrics do not count twice. In manual optimization it runs as far as
+    `manual_backward`, with the optimizer at rest.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
@@ -33,6 +35,8 @@ class TrainingStep:
         self._parameters = inspect.signature(module.training_step).parameters
         self._numbers: deque[int] = deque(maxlen=_REMEMBERED)
         self.engine: Engine | None = None
+        self.running = False
+        """True while a step runs again, so that no optimizer may move."""
 
     @property
     def takes_iterator(self) -> bool:
@@ -49,33 +53,66 @@ class TrainingStep:
         """Keep the number that Lightning gives the micro-batch that comes next."""
         self._numbers.append(number)
 
-    def forward(self) -> Forward | None:
-        """Return the function that computes the loss again, or None where that cannot be done."""
-        return None if self.reason_against() else self._loss
+    def forward(self) -> TrainingStep | None:
+        """Return what computes the loss again, or None where that cannot be done."""
+        return None if self.reason_against() else self
+
+    def why_not(self, run: Run) -> str | None:
+        """Return why the step in flight cannot be computed again, although others can."""
+        if run.scene.repeated and not self._module.automatic_optimization:
+            return "training_step has made a step on this batch before, and would begin with that one again"
+        return None
 
     def reason_against(self) -> str:
         """Return why a step of this module cannot be computed again, "" if it can."""
-        if not self._module.automatic_optimization:
-            return "in manual optimization training_step runs the optimizers itself"
         if self.takes_iterator:
             return "training_step draws its batches itself (dataloader_iter)"
         if not type(self._module).backward.__module__.endswith("core.module"):
             return f"{type(self._module).__name__} has a backward of its own"
         return ""
 
-    def _loss(self, model: Any, batch: Any) -> Tensor:
-        trainer, module = self._trainer, self._module
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        """Return the loss of a micro-batch, with its graph."""
         kwargs: dict[str, Any] = {"batch": batch}
         if self._takes_number:
             kwargs["batch_idx"] = self._number_of(batch)
-        precision = trainer.precision_plugin
+        automatic = self._module.automatic_optimization
         with self._quiet():
-            if model is module:
-                with precision.train_step_context():
-                    output = module.training_step(*kwargs.values())
-            else:
-                output = trainer.strategy.training_step(*kwargs.values())
+            loss = self._automatic(model, kwargs) if automatic else self._manual(model, kwargs)
+        if not automatic and model is not self._module:
+            self._trainer.strategy.pre_backward(loss)  # DDP has yet to hear of it, as in manual_backward
+        return loss
+
+    def _automatic(self, model: Any, kwargs: Mapping[str, Any]) -> Tensor:
+        if model is self._module:
+            with self._trainer.precision_plugin.train_step_context():
+                output = self._module.training_step(*kwargs.values())
+        else:
+            output = self._trainer.strategy.training_step(*kwargs.values())
         return output["loss"] if isinstance(output, Mapping) else output  # type: ignore[no-any-return]
+
+    def _manual(self, model: Any, kwargs: Mapping[str, Any]) -> Tensor:
+        def manual_backward(loss: Tensor, *_: Any, **__: Any) -> None:
+            raise _Reached(loss)
+
+        with _instead(self._module, manual_backward=manual_backward), self._at_rest():
+            try:
+                self._automatic(model, kwargs)
+            except _Reached as reached:
+                return reached.loss
+        raise RecomputeError("training_step has run no manual_backward this time")
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Have no optimizer step, nor clear gradients: those of the micro-batches before are needed."""
+        self.running = True
+        try:
+            with ExitStack() as stack:
+                for optimizer in self._trainer.optimizers:
+                    stack.enter_context(_instead(optimizer, zero_grad=_ignored))
+                yield
+        finally:
+            self.running = False
 
     def _number_of(self, batch: Any) -> int:
         engine = self.engine
@@ -94,18 +131,33 @@ class TrainingStep:
             (metric, {k: _copy(v) for k, v in vars(metric).items() if k in metric._defaults or k in _COUNTED})
             for metric in metrics
         ]
-        own = {name: vars(module).get(name) for name in ("log", "log_dict")}
-        vars(module).update(log=_ignored, log_dict=_ignored)
         try:
-            yield
+            with _instead(module, log=_ignored, log_dict=_ignored):
+                yield
         finally:
-            for name, before in own.items():
-                if before is None:
-                    vars(module).pop(name, None)
-                else:
-                    vars(module)[name] = before
             for metric, state in kept:
                 vars(metric).update(state)
+
+
+class _Reached(BaseException):
+    """Leaves a training step where its backward pass would begin; nothing that handles errors stops it."""
+
+    def __init__(self, loss: Tensor) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+@contextmanager
+def _instead(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give one object other attributes for a while."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            vars(owner).pop(name, None)
+        vars(owner).update(own)
 
 
 _COUNTED = {"_update_count", "_computed", "_forward_cache"}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from gradsentinel.callback import Callback
 from gradsentinel.integrations.natives import Native, carry, native_class
 from gradsentinel.integrations.versions import check, require
+from gradsentinel.integrations.wraps import Wraps
 
 if TYPE_CHECKING:
     from gradsentinel.integrations.lightning.session import Session
@@ -52,6 +53,7 @@ class SentinelCallback(Native, Base):
         _join_packages()
         super().__init__(*args, **kwargs)
         self._session: Session | None = None
+        self._early: Wraps | None = None
         self._ended: tuple[Any, Mapping[str, Any]] | None = None
         """The module of the run before, and what that run came to."""
 
@@ -68,6 +70,14 @@ class SentinelCallback(Native, Base):
 
     # -- Lightning's hooks ----------------------------------------------------------------------------
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Be there before the loaders are iterated over."""
+        if self._leads(trainer):
+            from gradsentinel.integrations.lightning.session import begin_early  # noqa: PLC0415 - likewise
+
+            self._let_go()
+            self._early = begin_early(trainer)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run: the checkpoint is loaded, and model and optimizers are in place."""
         if not self._leads(trainer):
@@ -78,7 +88,13 @@ class SentinelCallback(Native, Base):
             self._session.end(None)
         natives = [one for one in trainer.callbacks if isinstance(one, SentinelCallback)]
         same = self._ended is not None and self._ended[0] is pl_module
-        self._session = Session(trainer, pl_module, natives, self._ended[1] if same and self._ended else None)
+        earlier = self._ended[1] if same and self._ended else None
+        early, self._early = self._early or Wraps(), None
+        try:
+            self._session = Session(trainer, pl_module, natives, earlier, early)
+        except BaseException:
+            early.undo()
+            raise
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Look which sampler the epoch is drawn through."""
@@ -130,7 +146,14 @@ class SentinelCallback(Native, Base):
         """Keep what a checkpoint holds until the run begins."""
         self.restored = dict(state_dict)
 
+    def _let_go(self) -> None:
+        """Undo what was done for a run that never began."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.undo()
+
     def _end(self, pl_module: Any, error: BaseException | None) -> None:
+        self._let_go()
         session, self._session = self._session, None
         if session is not None:
             self._ended = (pl_module, session.end(error))
@@ -158,5 +181,5 @@ def adapt(callback: Callback) -> SentinelCallback:
     """
     _join_packages()
     carried = carry(callback, SentinelCallback, HOME)
-    carried._session, carried._ended = None, None
+    carried._session, carried._early, carried._ended = None, None, None
     return carried

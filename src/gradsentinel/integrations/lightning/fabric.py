@@ -17,7 +17,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,11 @@ from torch.optim import Optimizer
 from gradsentinel.callback import Callback
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.host import Forward
-from gradsentinel.integrations.bare import LoopSentinel, with_settings
+from gradsentinel.integrations.bare import LoopSentinel
+from gradsentinel.integrations.driver import LoopDriver, listed, watch_loop
 from gradsentinel.integrations.engine import Engine
-from gradsentinel.integrations.host import FrameworkHost, raw
-from gradsentinel.integrations.settings import RunSettings
+from gradsentinel.integrations.host import raw
 from gradsentinel.integrations.versions import require
-from gradsentinel.integrations.wraps import Wraps
 
 __all__ = ["LoopSentinel", "prepare"]
 
@@ -78,8 +76,7 @@ def prepare(
         TrainingAborted: if a detector finds the initial state unusable.
     """
     require("lightning", "lightning_fabric", oldest="2.6", extra="lightning")
-    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    models, optimizers, schedulers = listed(model), listed(optimizer), listed(scheduler)
     for one, part in ((models, "_forward_module"), (optimizers, "_strategy")):
         for each in one:
             if not hasattr(each, part):
@@ -88,65 +85,48 @@ def prepare(
                 )
     if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(fabric.strategy).__mro__):
         raise ConfigurationError("DeepSpeed clips and steps by itself, where nobody sees the gradients")
-    given = (
-        list(scheduler)
-        if isinstance(scheduler, (list, tuple))
-        else [scheduler]
-        if scheduler is not None
-        else []
-    )
-    host = FrameworkHost(
-        [one._forward_module for one in models],
-        raw(optimizers),
-        scheduler=given,
-        scaler=getattr(fabric.strategy.precision, "scaler", None),
-        extra=extra,
-    )
     driver = _FabricDriver(fabric, optimizers, forward)
-    settings = RunSettings(run_dir=run_dir, mesh=mesh, timeout=timeout, diagnosis_budget=diagnosis_budget)
+    plain_save: Callable[..., Any] = fabric.save
 
     def save(directory: Path) -> str:
         state = {f"model{n}": one for n, one in enumerate(models)}
         state |= {f"optimizer{n}": one for n, one in enumerate(optimizers)}
-        state |= {f"scheduler{n}": one for n, one in enumerate(given)}
+        state |= {f"scheduler{n}": one for n, one in enumerate(schedulers)}
         path = directory / "aborted.ckpt"
-        driver.plain_save(path, state)
+        plain_save(path, state)
         return str(path)
 
-    engine = Engine(
-        host,
-        with_settings(callbacks, settings),
-        model=models[0] if len(models) == 1 else models,
+    return watch_loop(
+        driver,
+        [one._forward_module for one in models],
+        called=models[0] if len(models) == 1 else models,
+        callbacks=callbacks,
+        schedulers=schedulers,
+        scaler=getattr(fabric.strategy.precision, "scaler", None),
         forward=None if forward is None else driver.forward,
-        several=True,
-        ends_late=len(optimizers) == 1,
+        run_dir=run_dir,
+        extra=extra,
+        mesh=mesh,
+        timeout=timeout,
+        diagnosis_budget=diagnosis_budget,
         save=save,
     )
-    engine.held.wanted = True
-    driver.attach(engine)
-    return LoopSentinel(engine, driver.wraps)
 
 
-class _FabricDriver:
+class _FabricDriver(LoopDriver):
     """Drives an engine from one Fabric's methods."""
 
     def __init__(self, fabric: Any, optimizers: Sequence[Any], forward: Forward | None) -> None:
+        super().__init__(optimizers)
         self._fabric = fabric
-        self._optimizers = optimizers
         self._forward = forward
-        self.plain_save: Callable[..., Any] = fabric.save
-        self.wraps = Wraps()
-        self.engine: Engine
 
     def attach(self, engine: Engine) -> None:
         """Begin to drive; `wraps.undo()` ends it."""
-        self.engine = engine
+        super().attach(engine)
         self.wraps.wrap(self._fabric, "backward", self._around_backward)
         self.wraps.wrap(self._fabric, "clip_gradients", self._around_clip)
-        self.wraps.wrap(self._fabric, "save", self._around_save)
-        for one in self._optimizers:
-            self.wraps.wrap(one, "step", partial(self._around_step, one))
-            self.wraps.wrap(one, "zero_grad", self._around_zero_grad)
+        self.wraps.wrap(self._fabric, "save", self.checked)
 
     def forward(self, model: Any, batch: Any) -> Tensor:
         """Compute the loss again; Fabric refuses any backward pass that it does not know of, so tell it."""
@@ -154,12 +134,12 @@ class _FabricDriver:
         assert self._forward is not None
         return self._forward(model, batch)
 
-    def _judge(self, inner: Optimizer, norm_type: float = 2.0) -> None:
-        if not self.engine.concerns(inner):
-            try:
-                self.engine.judge([inner], norm_type=norm_type)
-            finally:
-                _announce_backward(False)
+    def judge(self, inner: Optimizer, norm_type: float = 2.0) -> None:
+        """Judge the step of an optimizer; if it was computed again, Fabric's mind is at rest after that."""
+        try:
+            super().judge(inner, norm_type)
+        finally:
+            _announce_backward(False)
 
     def _around_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -182,7 +162,7 @@ class _FabricDriver:
                 return plain(module, optimizer, clip_val=clip_val, max_norm=max_norm)  # type: ignore[no-any-return]
             (inner,) = raw([optimizer])
             first = not self.engine.concerns(inner)
-            self._judge(inner, float(norm_type))
+            self.judge(inner, float(norm_type))
             refuses = error_if_nonfinite and self._norm_is_bad()
             if max_norm is not None and not refuses and (first or self.engine.dropped):
                 return self.engine.clip(float(max_norm))
@@ -203,43 +183,6 @@ class _FabricDriver:
         if latest is None or not latest.apply or latest.safe_norm is not None:
             return False
         return not math.isfinite(latest.grad_norm)
-
-    def _around_step(self, optimizer: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-        (inner,) = raw([optimizer])
-
-        def step(closure: Callable[[], Any] | None = None) -> Any:
-            if closure is None:
-                self._judge(inner)
-                output = plain()
-            else:
-
-                def judged() -> Any:
-                    """The gradients are those of the closure, so they are judged when it has run."""
-                    loss = closure()
-                    self._judge(inner)
-                    return loss
-
-                output = plain(judged)
-            self.engine.stepped(inner)
-            return output
-
-        return step
-
-    def _around_zero_grad(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A loop that does not show its batches ends a step here, at the latest."""
-
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            plain(*args, **kwargs)
-            self.engine.end_unseen()
-
-        return zero_grad
-
-    def _around_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def save(*args: Any, **kwargs: Any) -> Any:
-            self.engine.check_state()
-            return plain(*args, **kwargs)
-
-        return save
 
 
 def _announce_backward(running: bool) -> None:  # noqa: FBT001 - a switch is what it is

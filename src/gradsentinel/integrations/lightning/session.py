@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch.optim import Optimizer
 
 from gradsentinel.callbacks.recomputing import Recomputing
 from gradsentinel.callbacks.tensorboard import TensorBoardCallback
-from gradsentinel.data.sampler import SkipBatches, sampler_of
+from gradsentinel.data.sampler import SkipBatches
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import FrameworkHost, raw
 from gradsentinel.integrations.lightning.again import TrainingStep
+from gradsentinel.integrations.loaders import draw_through
 from gradsentinel.integrations.natives import Native, first_restored
 from gradsentinel.integrations.wraps import Wraps
 
@@ -27,10 +29,23 @@ _OWN_STEPS = ("DeepSpeed", "XLA", "HPU", "Colossal")
 
 
 class Session:
-    """Between `on_train_start` and the end of training: one run of the watch, driven by Lightning's hooks."""
+    """Between `on_train_start` and the end of training: one run of the watch, driven by Lightning's hooks.
+
+    Args:
+        trainer: that is about to train.
+        module: what it trains.
+        natives: its callbacks of ours.
+        earlier: what a run of before has to remember.
+        wraps: those of `begin_early`; the session's own are added.
+    """
 
     def __init__(
-        self, trainer: Any, module: Any, natives: Sequence[Native], earlier: Mapping[str, Any] | None
+        self,
+        trainer: Any,
+        module: Any,
+        natives: Sequence[Native],
+        earlier: Mapping[str, Any] | None,
+        wraps: Wraps,
     ) -> None:
         _check_strategy(trainer.strategy)
         self._trainer = trainer
@@ -38,6 +53,8 @@ class Session:
         self._automatic = bool(module.automatic_optimization)
         self._loss: Tensor | None = None
         self._sampler: SkipBatches | None = None
+        self._given = 0
+        """Number of batches that this epoch has given so far."""
         strategy, precision = trainer.strategy, trainer.precision_plugin
         host = FrameworkHost(
             strategy.model,
@@ -65,11 +82,12 @@ class Session:
         )
         self._step.engine = self.engine
         self.engine.held.wanted = not self._automatic
-        self._wraps = Wraps()
+        self._wraps = wraps
         self._wraps.wrap(strategy, "optimizer_step", self._around_optimizer_step)
         self._wraps.wrap(precision, "clip_grad_by_norm", self._around_clip_norm)
         self._wraps.wrap(precision, "clip_grad_by_value", self._around_clip_value)
         self._wraps.wrap(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._around_schedulers)
+        self._wraps.wrap(trainer.fit_loop.epoch_loop, "advance", self._around_advance)
         self._wraps.wrap(trainer, "save_checkpoint", self._around_save)
         averaging = [callback for callback, _ in _averages(trainer)]
         for callback in averaging:
@@ -80,14 +98,21 @@ class Session:
         self._late_average = later[-1] if later else None
         if self._late_average is not None:
             self._wraps.wrap(self._late_average, "on_train_batch_end", self._around_batch_end)
+        self.begin_epoch()  # one that goes on in its middle is not announced
 
     # -- what the hooks call --------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """Tell the sampler of this epoch, if it can leave out batches, of the run's list."""
-        loader = self._trainer.train_dataloader
-        self._sampler = sampler_of(loader)
-        self.engine.run.skipped.draw_through(self._sampler, self.engine.run)
+        """Draw the epoch through a sampler that leaves out what is on the run's list, where that can be."""
+        trainer, run = self._trainer, self.engine.run
+        if self._automatic:
+            self.engine.start_over()
+        self._given = 0
+        run.data["epoch"] = trainer.current_epoch
+        combined = trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        self._sampler = draw_through(loaders[0], self._wraps) if len(loaders) == 1 else None
+        run.skipped.draw_through(self._sampler, run)
 
     def take(self, batch: Any, number: int) -> None:
         """Take note of a micro-batch."""
@@ -95,13 +120,14 @@ class Session:
             return
         trainer = self._trainer
         self._step.remember(number)
-        place = trainer.current_epoch, number if self._sampler is None else self._sampler.number_of(number)
+        drawn = number if self._sampler is None else self._sampler.number_of(self._given)
+        self._given += 1
         expected = None
         if self._automatic:
             window = trainer.accumulate_grad_batches
             left = trainer.num_training_batches - (number - number % window)
             expected = int(min(window, left))
-        self.engine.take(batch, place=place, expected=expected)
+        self.engine.take(batch, place=(trainer.current_epoch, drawn), expected=expected)
 
     def see_loss(self, loss: Tensor) -> None:
         """Keep the loss of the backward pass that comes now."""
@@ -132,8 +158,16 @@ class Session:
             self.engine.held.forget()  # an epoch's end may move them
 
     def end(self, error: BaseException | None) -> Mapping[str, Any]:
-        """End the run, take everything off again, and return what it has to remember."""
+        """End the run, take everything off again, and return what it has to remember.
+
+        Other callbacks may yet write a checkpoint because of an exception; the Trainer takes its strategy
+        down when all have heard of it, and with that the last wrap is gone.
+        """
         self._wraps.undo()
+        if error is not None:
+            last = Wraps()
+            last.wrap(self._trainer, "save_checkpoint", self._around_last_save)
+            last.wrap(self._trainer.strategy, "teardown", partial(_then, last.undo))
         state = self.engine.state_dict()
         self.engine.close(error)
         return state
@@ -142,6 +176,8 @@ class Session:
 
     def _around_optimizer_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def optimizer_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._step.running:
+                return None
             output = plain(optimizer, *args, **kwargs)
             self.engine.stepped(*raw([optimizer]))
             return output
@@ -182,6 +218,23 @@ class Session:
 
         return update_lr_schedulers
 
+    def _around_advance(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """An epoch that is shorter than announced ends like any other: with validation and schedulers."""
+
+        def advance(fetcher: Any) -> None:
+            try:
+                plain(fetcher)
+            except StopIteration:
+                loop, sampler = self._trainer.fit_loop.epoch_loop, self._sampler
+                missing = self._trainer.num_training_batches - loop.batch_progress.current.ready
+                if sampler is None or not 0 < missing <= sampler.left_out:
+                    raise
+                loop.batch_progress.increment_by(missing, is_last_batch=True)
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+                loop._batches_that_stepped -= 1  # what ends the epoch counts one that was not made
+
+        return advance
+
     def _around_average(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             if step_idx is not None and self.engine.dropped:
@@ -199,8 +252,13 @@ class Session:
 
     def _around_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            if self._trainer.interrupted:
+                last_save(*args, **kwargs)
+                return
             self.engine.check_state()
             plain(*args, **kwargs)
+
+        last_save = self._around_last_save(plain)
 
         plain_save = plain
 
@@ -211,9 +269,43 @@ class Session:
         self._plain_save = save
         return save_checkpoint
 
+    def _around_last_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            if self.engine.may_save():
+                plain(*args, **kwargs)
+
+        return save_checkpoint
+
     def _save(self, directory: Path) -> str:
         """Write Lightning's checkpoint of an aborted run."""
         return self._plain_save(directory / "aborted.ckpt")
+
+
+def begin_early(trainer: Any) -> Wraps:
+    """Have each training loader drawn through a sampler of ours, there before its iterator is made."""
+    wraps = Wraps()
+
+    def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def process_dataloader(loader: Any) -> Any:
+            made = plain(loader)
+            if trainer.training:
+                draw_through(made, wraps)
+            return made
+
+        return process_dataloader
+
+    wraps.wrap(trainer.strategy, "process_dataloader", around)
+    return wraps
+
+
+def _then(after: Callable[[], None], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            after()
+
+    return method
 
 
 def _check_strategy(strategy: Any) -> None:

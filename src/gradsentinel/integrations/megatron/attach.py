@@ -23,11 +23,6 @@ from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")
 
-_REFUSED = {
-    "Rescue": "pipeline stages exchange values of a fixed type, so a step cannot be computed in a wider one",
-    "Resync": "what the optimizer holds of a parameter is not on every rank that holds the parameter",
-}
-
 
 def attach(
     model: Any,
@@ -35,6 +30,7 @@ def attach(
     *,
     callbacks: Sequence[Callback] | None = None,
     scheduler: Any = None,
+    data_iterator: Any = None,
     extra: Mapping[str, Any] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     allow_nan_check_off: bool = False,
@@ -48,6 +44,9 @@ def attach(
         optimizer: what get_megatron_optimizer returned.
         callbacks: as for a `Sentinel`, the same on every rank; None is `[NanCallback()]`.
         scheduler: the OptimizerParamScheduler, which a rollback sets back; it is never stepped here.
+        data_iterator: Megatron's RerunDataIterator for the training data, or the list of them that an
+            interleaved schedule takes; None on ranks that read no data. Batches are seen as they are drawn
+            from it. Not needed where `sentinel.schedule` is used, which sees them, too.
         extra: further objects with state_dict and load_state_dict that belong to the training state.
         run_dir: where events and incidents are written.
         allow_nan_check_off: switch Megatron's own checks for NaN off until `detach`. They end the run
@@ -62,11 +61,9 @@ def attach(
     compat.check_version()
     chunks = compat.chunks_of(model)
     parts = compat.parts_of(optimizer)
+    data = compat.data_iterators_of(data_iterator)
     full = with_defaults(callbacks)
-    for callback in full:
-        reason = _REFUSED.get(type(callback).__name__)
-        if reason is not None:
-            raise ConfigurationError(f"{type(callback).__name__} cannot work with Megatron-Core: {reason}")
+    compat.refuse_callbacks(full, chunks)
     if "prepare_grads" in vars(optimizer):
         raise ConfigurationError("this optimizer is being watched already: detach that first")
     if not allow_nan_check_off:
@@ -84,7 +81,7 @@ def attach(
         wraps.set(owner, name, False)
     try:
         claim_directory(run)
-        sentinel.wrap(optimizer, scheduler)
+        sentinel.wrap(optimizer, scheduler, data)
         watch.start()
     except BaseException as error:
         sentinel.close(error)

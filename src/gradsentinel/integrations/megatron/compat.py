@@ -6,12 +6,14 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from gradsentinel.callback import Callback
 from gradsentinel.errors import ConfigurationError
 
 logger = logging.getLogger("gradsentinel")
@@ -29,8 +31,8 @@ def check_version() -> str:
         core = importlib.import_module("megatron.core")
     except ImportError as error:
         raise ConfigurationError(
-            f"Megatron-Core cannot be imported ({error}); install megatron-core, or put the checkout of "
-            "Megatron-LM on PYTHONPATH"
+            f"Megatron-Core cannot be imported ({error}); install megatron-core {OLDEST[0]}.{OLDEST[1]} or "
+            "newer, or put the checkout of Megatron-LM on PYTHONPATH"
         ) from error
     version = str(getattr(core, "__version__", "0"))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
@@ -88,6 +90,56 @@ def parts_of(optimizer: Any) -> list[Any]:
     return parts
 
 
+def data_iterators_of(given: Any) -> list[Any]:
+    """Return Megatron's data iterators; raises ConfigurationError for what cannot be looked into."""
+    found: list[Any] = []
+    for iterator in given if isinstance(given, (list, tuple)) else [given]:
+        if iterator is None or any(iterator is known for known in found):
+            continue
+        if not hasattr(iterator, "iterable") or not hasattr(iterator, "__dict__"):
+            raise ConfigurationError(
+                f"data_iterator is a {type(iterator).__name__}, of which nobody can see what it draws: wrap "
+                "it in megatron.core.rerun_state_machine.RerunDataIterator and give the loop that one, or "
+                "leave it out and call what sentinel.schedule(get_forward_backward_func()) returns"
+            )
+        found.append(iterator)
+    return found
+
+
+def refuse_callbacks(callbacks: Iterable[Callback], chunks: Sequence[Any]) -> None:
+    """Raise ConfigurationError for a callback that could do nothing, or harm, with this model."""
+    for callback in callbacks:
+        kind = type(callback).__name__
+        reason = _REFUSED[kind](chunks) if kind in _REFUSED else None
+        if reason is not None:
+            raise ConfigurationError(f"{kind} cannot work here: {reason}")
+
+
+def _against_rescue(chunks: Sequence[Any]) -> str | None:
+    if (asked("get_pipeline_model_parallel_world_size", 1) or 1) > 1:
+        return (
+            "pipeline stages exchange values of one type, so a step cannot be computed in a wider one; leave "
+            "it out, or train without pipeline parallelism"
+        )
+    if any(getattr(chunk.config, "gradient_accumulation_fusion", False) for chunk in chunks):
+        return (
+            "gradient_accumulation_fusion adds gradients to buffers that wider copies of the weights do not "
+            "have; set gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion)"
+        )
+    return None
+
+
+def _against_resync(chunks: Sequence[Any]) -> str | None:
+    del chunks
+    return (
+        "what Megatron's optimizers hold of a parameter (float32 copies, shards) is not on every rank that "
+        "holds the parameter, so the majority's values are not all there to copy; use Rollback()"
+    )
+
+
+_REFUSED = {"Rescue": _against_rescue, "Resync": _against_resync}
+
+
 def nan_checks(chunks: Sequence[Any]) -> Iterator[tuple[Any, str]]:
     """Yield the owner and name of each switch by which Megatron ends the run at a NaN by itself."""
     seen: set[int] = set()
@@ -120,6 +172,25 @@ def training_arguments() -> Any:
         return None if module is None else module.get_args()
     except AssertionError:  # not initialised: another script's own loop
         return None
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Have Megatron's rerun machine look away, in the block: it insists on being in its own loop.
+
+    A loss function that shows it its result (as the check for spiky losses does) would raise otherwise,
+    on one pipeline stage alone, for which the others wait.
+    """
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    machine = getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    if machine is None or "validate_result" in vars(machine):
+        yield
+        return
+    machine.validate_result = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del machine.validate_result
 
 
 def state() -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,17 @@ from gradsentinel.evidence import TensorEvidence
 from gradsentinel.gradients import GradientView
 from gradsentinel.ranks.blame import LocalGradients
 
+_LAST = 2**20 - 1
+"""Number of the last exchange of a forward pass: the output of the stage."""
+_BACKWARD = 2**62
+
 
 class BucketGradients(LocalGradients):
     """How large this rank's own gradients are when their bucket is about to be reduced.
 
     The buckets hold the sum over the micro-batches, so which of those it was is not known. For a model that
-    is spread over pipeline stages it also keeps the size of what each micro-batch was handed on as; those
-    have a number that tells which of two stages was the first.
+    is spread over ranks it also keeps the size of what they exchange in the forward pass, within a layer and
+    from stage to stage; each exchange has a number that tells which of two was the first.
     """
 
     def __init__(self, *, stage: int = 0, stages: int = 1) -> None:
@@ -46,12 +51,24 @@ class BucketGradients(LocalGradients):
         self._flat.append(peaks)
         self.seen.norms[-1].update(zip(view.names, peaks.unbind(), strict=True))
 
+    def keep_handle(self, handle: Any) -> None:
+        """Keep the handle of a hook on a module, to be taken off in the end."""
+        self._handles.append(handle)
+
+    def record_exchange(self, what: str, value: Tensor, microbatch: int, chunk: int, count: int) -> None:
+        """Take note of what a module is about to exchange with other ranks; one launch, no wait."""
+        self._hand(f"{what}, in micro-batch {microbatch},", value, microbatch, chunk, min(count, _LAST - 1))
+
     def record_output(self, output: Tensor, microbatch: int, chunk: int) -> None:
         """Take note of what a micro-batch leaves this stage as; one launch, no wait."""
         where = f"the output of pipeline stage {self._stage}" + (f", chunk {chunk}" if chunk else "")
-        self._handed_over(f"{where}, in micro-batch {microbatch},", output.detach())
+        self._hand(f"{where}, in micro-batch {microbatch},", output.detach(), microbatch, chunk, _LAST)
+
+    def _hand(self, what: str, value: Tensor, microbatch: int, chunk: int, count: int) -> None:
+        self._handed_over(what, value)
         if len(self.seen.handed) > len(self._numbers):
-            self._numbers.append((microbatch << 20) + chunk * self._stages + self._stage)
+            place = chunk * self._stages + self._stage
+            self._numbers.append((microbatch << 40) + (place << 20) + count)
 
     def peaks(self) -> list[Tensor]:
         """Return what was recorded of gradients in this step: 1-dim tensors."""
@@ -78,7 +95,7 @@ class BucketGradients(LocalGradients):
         if found is not None:
             return self._numbers[found[0]], found[1]
         if self._stages > 1 and self.bad_places()[1]:
-            number = 2**40 + self._stages - 1 - self._stage
+            number = _BACKWARD + self._stages - 1 - self._stage
             return number, f"the gradient in pipeline stage {self._stage}"
         return None
 
@@ -101,6 +118,7 @@ class FinalGradients(GradientView):
         local: what was measured before the reduction.
         total: adds up over all ranks; called on every rank, once.
         starts: where in the flattened parameter each one begins, and that parameter's shape.
+        sharded: of which parameters other data-parallel ranks hold the rest.
     """
 
     def __init__(
@@ -111,8 +129,10 @@ class FinalGradients(GradientView):
         local: Sequence[Tensor],
         total: Callable[[Tensor], Tensor],
         starts: Sequence[tuple[int, torch.Size]],
+        sharded: Collection[str] = (),
     ) -> None:
         super().__init__(gradients)
+        self._sharded = sharded
         self._shares = shares
         self._local = local
         self._add_up = total
@@ -129,6 +149,11 @@ class FinalGradients(GradientView):
         if self._local:
             squares += torch.cat([peaks.to(device, torch.float32) for peaks in self._local]).sum() * 0.0
         return self._add_up(squares).sqrt().squeeze()
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Names of those that are not an optimizer's shards."""
+        return tuple(name for name in self.names if name not in self._sharded)
 
     def inspect(self) -> tuple[TensorEvidence, ...]:
         """Return every gradient's evidence; of a shard with the place in the whole parameter."""

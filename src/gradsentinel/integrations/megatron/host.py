@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,21 +13,27 @@ from torch.optim import Optimizer
 from gradsentinel.again.recompute import RecomputeError
 from gradsentinel.errors import ConfigurationError, SnapshotMismatch
 from gradsentinel.gradients import GradientView
-from gradsentinel.integrations.megatron.compat import asked
+from gradsentinel.integrations.megatron.compat import asked, unvalidated
+from gradsentinel.integrations.megatron.exchanges import exchanges_in, watch
 from gradsentinel.integrations.megatron.gradients import BucketGradients, FinalGradients
 from gradsentinel.integrations.megatron.names import (
     Inner,
     ParameterNames,
     final_gradient,
     inner_parameters,
+    is_sharded,
 )
-from gradsentinel.integrations.megatron.schedule import ScheduledStep
-from gradsentinel.integrations.megatron.state import ScalerState, TrackedRandomStates, stateful_schedule
+from gradsentinel.integrations.megatron.schedule import Look, ScheduledStep
+from gradsentinel.integrations.megatron.state import (
+    MAIN,
+    ScalerState,
+    TrackedRandomStates,
+    checked_mains,
+    stateful_schedule,
+    without_mains,
+)
 from gradsentinel.run import Run
 from gradsentinel.state.optimizer_state import Keep, capture_optimizer, prepare_optimizers
-
-_MAIN = "main_parameter"
-"""The key under which the snapshot of an optimizer's state holds float32 copies and shards."""
 
 
 class MegatronHost:
@@ -70,6 +76,8 @@ class MegatronHost:
         trained = [p for _, p in self.names.order if p.requires_grad]
         self.device = (trained or [p for _, p in self.names.order])[0].device
         self._inner = [list(inner_parameters(part)) for part in parts]
+        shards = (inner for part, inner in zip(parts, self._inner, strict=True) if is_sharded(part))
+        self._sharded = frozenset(self._name_of_inner(one, 0) for inner in shards for one in inner)
         self._optimizers = tuple(
             part.optimizer for part in parts if getattr(part, "optimizer", None) is not None
         )
@@ -140,7 +148,7 @@ class MegatronHost:
         for optimizer, inner in self._pairs():
             for name, one in _named(inner, self.names):
                 if one.tensor is not one.model:
-                    yield f"{name}:{_MAIN}", one.tensor
+                    yield f"{name}:{MAIN}", one.tensor
                 for key, value in optimizer.state.get(one.tensor, {}).items():
                     if isinstance(value, Tensor):
                         yield f"{name}:{key}", value
@@ -153,7 +161,7 @@ class MegatronHost:
             state = capture_optimizer(optimizer, [(name, one.tensor) for name, one in named], keep)
             for name, one in named:
                 if one.tensor is not one.model:
-                    state["state"].setdefault(name, {})[_MAIN] = keep(one.tensor.detach())
+                    state["state"].setdefault(name, {})[MAIN] = keep(one.tensor.detach())
             captured.append(state)
         return captured
 
@@ -166,8 +174,8 @@ class MegatronHost:
         copies: list[tuple[Tensor, Tensor]] = []
         for (optimizer, inner), state in zip(pairs, saved, strict=True):
             named = dict(_named(inner, self.names))
-            plain, mains = _split(state)
-            copies += _checked(mains, named)
+            plain, mains = without_mains(state)
+            copies += checked_mains(mains, named)
             tensors = [(name, one.tensor) for name, one in named.items()]
             writes.append(prepare_optimizers([optimizer], [plain], tensors))
 
@@ -210,6 +218,19 @@ class MegatronHost:
         """Return none: nothing is under FSDP2."""
         return []
 
+    def watch_exchanges(self) -> None:
+        """Look at what this rank hands to those that share its layers, before it does."""
+        for chunk, (_, root) in enumerate(self._modules):
+            for exchange in exchanges_in(root, self.names, chunk):
+                watch(exchange, self.local, self._exchanging)
+
+    def _exchanging(self) -> tuple[int, int, int] | None:
+        step = self.step
+        if step is None or step.exchanges is None:
+            return None
+        step.exchanges += 1
+        return step.microbatch, step.chunk, step.exchanges
+
     # -- the pieces of a step ----------------------------------------------------------------------
 
     def gradients(self, optimizers: Sequence[Optimizer] | None = None) -> GradientView:
@@ -233,6 +254,7 @@ class MegatronHost:
             local=self.local.peaks(),
             total=self.total,
             starts=starts,
+            sharded=self._sharded,
         )
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> tuple[Tensor | None, Tensor | None]:
@@ -285,7 +307,7 @@ class MegatronHost:
     ) -> list[Tensor]:
         """Run the step's micro-batches through the schedule again, with all ranks; return the losses."""
         if around is not None:
-            raise RecomputeError("pipeline stages exchange values of one type; a wider one is not possible")
+            raise RecomputeError("every operator in a wider type: what ranks send each other would be, too")
         step, rng = self.step, run.scene.rng
         assert step is not None  # `why_no_recompute` has looked
         assert rng is not None  # kept since the step began
@@ -295,9 +317,21 @@ class MegatronHost:
         rng.restore()
         self.random.put(self.random.state_dict())
         try:
-            return step.again()
+            with unvalidated():
+                return step.again()
         finally:
             self.random.put(after)
+
+    @contextmanager
+    def looked_at_by(self, look: Look) -> Iterator[None]:
+        """Have somebody look at the step in flight while it is computed again, in the block."""
+        step = self.step
+        assert step is not None  # `why_no_recompute` has looked
+        step.look = look
+        try:
+            yield
+        finally:
+            step.look = None
 
     # -- small things ------------------------------------------------------------------------------
 
@@ -355,30 +389,3 @@ def _roots(chunks: Sequence[Any]) -> list[tuple[str, nn.Module]]:
 def _named(inner: Sequence[Inner], names: ParameterNames) -> Iterator[tuple[str, Inner]]:
     for one in inner:
         yield names.of(one.model), one
-
-
-def _split(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Part a captured state into what torch's optimizer has and what Megatron keeps beside it."""
-    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
-        return state, {}
-    mains: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-    for name, entries in state["state"].items():
-        rest = dict(entries) if isinstance(entries, Mapping) else entries
-        if isinstance(rest, dict) and _MAIN in rest:
-            mains[name] = rest.pop(_MAIN)
-        if rest:
-            plain[name] = rest
-    return {**state, "state": plain}, mains
-
-
-def _checked(mains: Mapping[str, Tensor], named: Mapping[str, Inner]) -> list[tuple[Tensor, Tensor]]:
-    wanted = {name for name, one in named.items() if one.tensor is not one.model}
-    if wanted != mains.keys():
-        odd = min(wanted ^ mains.keys())
-        raise SnapshotMismatch(f"the float32 copy of {odd!r} is in the snapshot or in the run, not in both")
-    for name, value in mains.items():
-        here = named[name].tensor
-        if not isinstance(value, Tensor) or here.shape != value.shape or here.dtype != value.dtype:
-            raise SnapshotMismatch(f"the float32 copy of {name!r} is another one in the snapshot")
-    return [(named[name].tensor, value) for name, value in mains.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.util
+import logging
 import os
 import runpy
 import sys
@@ -25,6 +26,9 @@ def main(line: Sequence[str] | None = None) -> None:
         sys.stdout.write(USAGE)
         return
     Launch(parse(words)).run()
+
+
+logger = logging.getLogger("gradsentinel")
 
 
 class Launch:
@@ -48,6 +52,9 @@ class Launch:
         sys.argv = [script, *self._options.arguments]
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # noqa: PTH100, PTH120 - as Python does
         finder = _AfterImport(self._options.modules, self.watch_module)
+        for name in self._options.modules:
+            if name in sys.modules:  # by whoever has prepared this process
+                self.watch_module(sys.modules[name])
         sys.meta_path.insert(0, finder)
         error: BaseException | None = None
         try:
@@ -117,6 +124,12 @@ class Launch:
     def _end(self, error: BaseException | None) -> None:
         if self.sentinel is not None:
             self.sentinel.close(error)
+        elif error is None:
+            logger.warning(
+                "nothing was watched: no setup_model_and_optimizer of %s has made an optimizer; a further "
+                "module is named with --gs-module",
+                " or ".join(self._options.modules),
+            )
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

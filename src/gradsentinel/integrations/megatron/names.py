@@ -142,8 +142,13 @@ def inner_parameters(part: Any) -> Iterator[Inner]:
             yield known.get(id(tensor)) or Inner(tensor=tensor, model=tensor, start=0)
 
 
+def is_sharded(part: Any) -> bool:
+    """Return True for a distributed optimizer: each data-parallel rank steps a part of the parameters."""
+    return hasattr(part, "_get_model_param_range_map")
+
+
 def _pairs(part: Any) -> Iterator[Inner]:
-    sharded = hasattr(part, "_get_model_param_range_map")
+    sharded = is_sharded(part)
     kinds = (
         (
             ("model_float16_groups", "shard_fp32_from_float16_groups"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,16 @@ from torch import Tensor
 from gradsentinel.state.tree import map_tensors
 
 Seen = Callable[[Any], None]
+
+
+class Look(Protocol):
+    """Somebody who looks at a step while it is computed again."""
+
+    def forward(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return a context for the forward pass of a micro-batch, and another one for its loss."""
+
+    def loss(self, loss: Tensor, microbatch: int) -> None:
+        """Hear of a micro-batch's loss, as the loss function made it."""
 
 
 class RecordedBatches:
@@ -44,6 +55,25 @@ class RecordedBatches:
         self._place = 0
 
 
+class SeenBatches:
+    """What a RerunDataIterator draws from, told as it is drawn, unless the schedule's own iterator tells."""
+
+    def __init__(self, source: Any, seen: Seen) -> None:
+        self._source = source
+        self._seen = seen
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._source)
+        self._seen(_copied(batch))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
 class ScheduledStep:
     """One call of the function that `get_forward_backward_func` returned, on this rank.
 
@@ -72,6 +102,11 @@ class ScheduledStep:
         self._counts: dict[int, int] = {}
         self.microbatch = 0
         """Number of the one that is in its forward pass, or was last."""
+        self.chunk = 0
+        """Number of the model chunk that is in its forward pass, or was last."""
+        self.exchanges: int | None = None
+        """How many exchanges of this forward pass were looked at; None outside of one."""
+        self.look: Look | None = None
         self.losses: list[Tensor] = []
         """One for each micro-batch whose loss this rank computes: unscaled, a mean; 0-dim, no graph."""
         self._result: Any = None
@@ -108,16 +143,21 @@ class ScheduledStep:
         def watched(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             self.microbatch = number = self._counts.get(id(model), 0)
             self._counts[id(model)] = number + 1
-            output, loss_func = forward_step(data_iterator, model, *args, **kwargs)
-            chunk = list(self._counts).index(id(model))
+            self.chunk, self.exchanges = list(self._counts).index(id(model)), 0
+            try:
+                with self._looked_at(number):
+                    output, loss_func = forward_step(data_iterator, model, *args, **kwargs)
+            finally:
+                self.exchanges = None
             if isinstance(output, Tensor):
-                self._output(output, number, chunk)
+                self._output(output, number, self.chunk)
             if loss_func is None:
                 return output, loss_func
 
             def watched_loss(*given: Any, **settings: Any) -> Any:
-                outputs = loss_func(*given, **settings)
-                self._note(outputs)
+                with self._looked_at(number):
+                    outputs = loss_func(*given, **settings)
+                self._note(outputs, number)
                 return outputs
 
             return output, watched_loss
@@ -127,11 +167,16 @@ class ScheduledStep:
         watched.__name__ = getattr(forward_step, "__name__", "forward_step")
         return watched
 
+    def _looked_at(self, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.look is None else self.look.forward(microbatch)
+
     @torch.no_grad()
-    def _note(self, outputs: Any) -> None:
+    def _note(self, outputs: Any, microbatch: int) -> None:
         """Take note of a loss: (loss, report), or (sum of losses, number of tokens, report)."""
         if not isinstance(outputs, tuple) or not isinstance(outputs[0], Tensor) or outputs[0].numel() != 1:
             return
+        if self.look is not None:
+            self.look.loss(outputs[0], microbatch)
         loss = outputs[0].detach().reshape(())
         # A new tensor: the schedule divides this one in place.
         if len(outputs) == 3 and isinstance(outputs[1], Tensor):

@@ -1,58 +1,36 @@
-"""Where a bad value begins: the step is run again by all ranks, and each looks at what its modules make."""
+"""What a bad step comes to when all ranks run it again: transient, or where it begins, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 from gradsentinel.again.recompute import recompute
+from gradsentinel.again.widening import as_written
 from gradsentinel.decision import Action, Kind
+from gradsentinel.diagnosis.diagnose import keep_findings
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident
 from gradsentinel.integrations.megatron.host import MegatronHost
-from gradsentinel.ranks.topology import Rank, fold_ranks
+from gradsentinel.integrations.megatron.operators import Traced, Tracer
+from gradsentinel.integrations.megatron.places import Place, Watcher
+from gradsentinel.ranks.topology import fold_ranks
 from gradsentinel.run import Run
-from gradsentinel.state.tree import tensors_in
 
 _LOOKED_INTO = frozenset({Kind.NONFINITE_LOSS, Kind.NONFINITE_GRADIENT, Kind.LOSS_SCALE})
-_DEEPEST = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The first bad value that one rank made of good ones."""
-
-    order: tuple[int, int, int, int]
-    """Forward before backward; then the micro-batch, the place in the pipeline, and that on the rank."""
-    rank: Rank
-    phase: str
-    microbatch: int
-    module: str
-    kind: str
-    """Class of the module."""
-    gradient: str = ""
-    """The parameter whose gradient it is."""
-
-    def __str__(self) -> str:
-        if self.gradient:
-            return f"the gradient of {self.gradient} is not finite from micro-batch {self.microbatch} on"
-        return (
-            f"{self.module} ({self.kind}) makes a value that is not finite of finite ones, in micro-batch "
-            f"{self.microbatch}"
-        )
+_BEGAN = "; it began on "
+_SLOWER = 4.0
+"""So many times longer than watching modules it may take to watch the operators of one micro-batch."""
 
 
 def search(incident: Incident, run: Run) -> None:
     """Complete the incident with what a second computation of the step shows. Called on: every rank.
 
     If the step is finite then, the fault was transient. If not: which rank, micro-batch and module were the
-    first. What the second computation leaves behind is for the recovery, which computes the step again or
-    drops it.
+    first, and, from a third computation in which that rank watches its operators, which operator. What this
+    leaves behind is for the recovery, which computes the step again or drops it.
     """
     host = run.host
     known = incident.diagnosis is not None and incident.diagnosis.confidence >= 0.5
@@ -62,9 +40,11 @@ def search(incident: Incident, run: Run) -> None:
         return
     if not run.consensus.all_of(host.why_no_recompute(run) is None):
         return
-    watcher = _Watcher(host, run.rank)
+    watcher, started = Watcher(host, run.rank), time.monotonic()
     with watcher.watching():
         outcome = recompute(run, tentative=True)
+    seconds = time.monotonic() - started
+    watcher.complain(run.step)
     places = [place for place in run.consensus.gather(watcher.first) if place is not None]
     if outcome.failure:
         incident.notes += (outcome.failure,)
@@ -80,109 +60,50 @@ def search(incident: Incident, run: Run) -> None:
         )
     elif places:
         earliest = min(place.order for place in places)
-        _tell(incident, before, [place for place in places if place.order == earliest])
+        first = [place for place in places if place.order == earliest]
+        in_time = run.consensus.all_of(seconds * _SLOWER <= run.diagnosis_budget)
+        _tell(incident, before, first, _trace(incident, run, host, first) if in_time else {})
 
 
-def _tell(incident: Incident, before: Diagnosis, places: Sequence[Place]) -> None:
+def _trace(incident: Incident, run: Run, host: MegatronHost, first: Sequence[Place]) -> dict[int, Traced]:
+    """Have the ranks that were the first watch their operators; return what came of it, by rank."""
+    mine = next((place for place in first if place.rank.rank == run.rank.rank), None)
+    tracer = None if mine is None else Tracer(host, mine)
+    with ExitStack() as stack:
+        if tracer is not None:
+            stack.enter_context(as_written())
+            stack.enter_context(tracer.watching())
+        outcome = recompute(run, tentative=True)
+    traced, findings = (Traced(), None) if tracer is None else tracer.tell(run)
+    if findings is not None:
+        keep_findings(incident, findings)
+    told = run.consensus.gather(traced)
+    return {} if outcome.failure else {place.rank.rank: told[place.rank.rank] for place in first}
+
+
+def _tell(incident: Incident, before: Diagnosis, places: Sequence[Place], traced: dict[int, Traced]) -> None:
     """Name the ranks, of several that exchange values those that were the first, and what they computed."""
-    first = places[0]
-    who = fold_ranks(place.rank.rank for place in places)
-    incident.concern(place.rank for place in places)
+    guilty = [place for place in places if _of(place, traced).diagnosis is not None]
+    if not guilty:  # no operator to blame: whoever did not only receive it
+        guilty = [place for place in places if not _of(place, traced).arrived] or list(places)
+    first = guilty[0]
+    who = fold_ranks(place.rank.rank for place in guilty)
+    found = _of(first, traced).diagnosis or replace(
+        before, confidence=0.5, phase=first.phase, module=first.module or None, evidence=(), remedy=()
+    )
+    again = f"computed again by all ranks it is not finite either: on {who}, {first}"
+    look = f"look at what {first.module or 'the loss function'} computes on {who}"
+    incident.concern(place.rank for place in guilty)
+    said, began, where = incident.message.partition(_BEGAN)
+    if began and not f"{where};".startswith((f"{who}:", f"{who};")):  # which of them it was is known now
+        incident.message = f"{said}{_BEGAN}{who}"
     incident.microbatch = first.microbatch
     incident.diagnosis = replace(
-        before,
-        confidence=0.5,
-        phase=first.phase,
-        module=first.module,
-        evidence=(f"computed again by all ranks it is not finite either: on {who}, {first}",),
-        remedy=(f"look at what {first.module} computes on {who}", *before.remedy),
+        found,
+        evidence=(again, *found.evidence),
+        remedy=tuple(dict.fromkeys((*found.remedy, look, *before.remedy))),
     )
 
 
-class _Watcher:
-    """Looks at each module's output, and at each parameter's gradient, until the first bad one."""
-
-    def __init__(self, host: MegatronHost, rank: Rank) -> None:
-        self._host = host
-        self._rank = rank
-        self._calls: dict[int, int] = {}
-        self._count = 0
-        self.first: Place | None = None
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hooks on, in the block."""
-        handles: list[Any] = []
-        try:
-            for chunk, (_, root) in enumerate(self._host.modules()):
-                for path, module in root.named_modules():
-                    if path and not any(True for _ in module.children()):
-                        handles.append(module.register_forward_hook(self._after(path, chunk)))
-            for name, parameter in self._host.named_parameters():
-                if parameter.requires_grad:
-                    look = self._in_backward(name, parameter)
-                    handles.append(parameter.register_hook(look))  # type: ignore[no-untyped-call]
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _note(self, place: Place) -> None:
-        if self.first is None or place.order < self.first.order:
-            self.first = place
-
-    def _after(self, path: str, chunk: int) -> Any:
-        renamed = self._host.names.module(path, chunk)
-
-        def look(module: Any, given: Any, made: Any) -> None:
-            self._count += 1  # the same on ranks that hold parts of the same modules
-            if self.first is not None or _finite(made) or not _finite(given):
-                return
-            step = self._host.step
-            microbatch = step.microbatch if step is not None else 0
-            place = chunk * self._host.stages + self._host.stage
-            self._note(
-                Place(
-                    order=(0, microbatch, place, self._count),
-                    rank=self._rank,
-                    phase="forward",
-                    microbatch=microbatch,
-                    module=renamed,
-                    kind=type(module).__name__,
-                )
-            )
-
-        return look
-
-    def _in_backward(self, name: str, parameter: Tensor) -> Any:
-        chunk = self._host.names.describe(parameter)["chunk"]
-
-        def look(gradient: Tensor) -> None:
-            microbatch = self._calls[id(parameter)] = self._calls.get(id(parameter), -1) + 1
-            self._count += 1
-            if self.first is not None or _finite(gradient):
-                return
-            place = chunk * self._host.stages + self._host.stage
-            self._note(
-                Place(
-                    order=(1, microbatch, -place, self._count),
-                    rank=self._rank,
-                    phase="backward",
-                    microbatch=microbatch,
-                    module=name.rpartition(".")[0],
-                    kind="",
-                    gradient=name,
-                )
-            )
-
-        return look
-
-
-@torch.no_grad()
-def _finite(values: Any) -> bool:
-    """Whether all floating-point tensors are finite; waits for the device."""
-    return all(
-        bool(torch.isfinite(tensor).all())
-        for _, tensor in tensors_in(values, max_depth=_DEEPEST)
-        if tensor.is_floating_point()
-    )
+def _of(place: Place, traced: dict[int, Traced]) -> Traced:
+    return traced.get(place.rank.rank, Traced())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from gradsentinel.incident import Incident
 from gradsentinel.integrations.megatron.compat import bucket_groups
 from gradsentinel.integrations.megatron.host import MegatronHost
 from gradsentinel.integrations.megatron.names import in_bucket
-from gradsentinel.integrations.megatron.schedule import ScheduledStep
+from gradsentinel.integrations.megatron.schedule import ScheduledStep, SeenBatches
 from gradsentinel.integrations.wraps import Wraps
 from gradsentinel.state.restart import recall
 from gradsentinel.watch import Watch
@@ -159,13 +159,16 @@ class MegatronSentinel:
 
     # -- the wraps ---------------------------------------------------------------------------------
 
-    def wrap(self, optimizer: Any, scheduler: Any = None) -> None:
-        """Put the wraps around this run's bucket groups, its outermost optimizer and its schedule."""
+    def wrap(self, optimizer: Any, scheduler: Any = None, data: Sequence[Any] = ()) -> None:
+        """Put the wraps around this run's bucket groups, outermost optimizer, schedule and data iterators."""
+        for iterator in data:
+            self._wraps.set(iterator, "iterable", SeenBatches(iterator.iterable, self._drawn))
         for chunk in self.host.chunks:
             for group in bucket_groups(chunk):
                 named = in_bucket(group, self.host.names)
                 self.host.local.watch_names([name for name, _ in named])
                 self._wraps.wrap(group, "start_grad_sync", self._looking_at(group, named))
+        self.host.watch_exchanges()
         self._wraps.wrap(optimizer, "prepare_grads", self._judging)
         self._waits = hasattr(scheduler, "step")
         self._wraps.wrap(optimizer, "step", self._closing)
@@ -296,6 +299,11 @@ class MegatronSentinel:
             watch.after_backward(loss, GradientView(()), scaled=scaled, reduced=True, microbatch=number)
             watch.run.scene.passes.append(BackwardPass(number, loss))
         return result
+
+    def _drawn(self, batch: Any) -> None:
+        if self._wraps.active and not self._in_step:  # else the schedule's recorder tells
+            self._close_step()
+            self._seen(batch)
 
     def _seen(self, batch: Any) -> None:
         data = self._watch.run.data

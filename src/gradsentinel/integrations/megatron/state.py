@@ -1,4 +1,4 @@
-"""Megatron's learning-rate schedule and random states as objects that a snapshot can hold and put back."""
+"""What Megatron keeps beside torch, as a snapshot holds it: schedule, random states, scaler, main weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from gradsentinel.errors import SnapshotMismatch
+from gradsentinel.integrations.megatron.names import Inner
+
+MAIN = "main_parameter"
+"""The key under which the snapshot of an optimizer's state holds float32 copies and shards."""
 
 
 class Schedule:
@@ -97,3 +104,31 @@ class ScalerState:
         """Make it what it is after a step with or without an overflow."""
         self.put_back()
         self._scaler.update(overflow)
+
+
+def without_mains(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Part a captured state into what torch's optimizer has and what Megatron keeps beside it."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return state, {}
+    mains: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for name, entries in state["state"].items():
+        rest = dict(entries) if isinstance(entries, Mapping) else entries
+        if isinstance(rest, dict) and MAIN in rest:
+            mains[name] = rest.pop(MAIN)
+        if rest:
+            plain[name] = rest
+    return {**state, "state": plain}, mains
+
+
+def checked_mains(mains: Mapping[str, Tensor], named: Mapping[str, Inner]) -> list[tuple[Tensor, Tensor]]:
+    """Return float32 copies and shards with their captured values; raises SnapshotMismatch."""
+    wanted = {name for name, one in named.items() if one.tensor is not one.model}
+    if wanted != mains.keys():
+        odd = min(wanted ^ mains.keys())
+        raise SnapshotMismatch(f"the float32 copy of {odd!r} is in the snapshot or in the run, not in both")
+    for name, value in mains.items():
+        here = named[name].tensor
+        if not isinstance(value, Tensor) or here.shape != value.shape or here.dtype != value.dtype:
+            raise SnapshotMismatch(f"the float32 copy of {name!r} is another one in the snapshot")
+    return [(named[name].tensor, value) for name, value in mains.items()]

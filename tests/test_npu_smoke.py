@@ -1,0 +1,70 @@
+"""examples/npu_smoke.py where there is no card: on the CPU, without a device, and when something fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "npu_smoke.py"
+FAILING = f"""
+import runpy, sys
+script = runpy.run_path({str(SCRIPT)!r}, run_name="npu_smoke")
+def fails(device, folder): raise RuntimeError("planted | here\\nand there")
+script["CHECKS"][:] = [script["CHECKS"][0], ("planted", fails)]
+sys.exit(script["main"](["--device", "cpu"]))
+"""
+
+
+def run(folder, *command):
+    return subprocess.run(  # noqa: S603 - our own script
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_on_a_cpu_everything_passes_that_a_cpu_can_show(tmp_path):
+    done = run(tmp_path, SCRIPT, "--device", "cpu", "--report", "out.md")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL", "NOT HERE"))]
+    results = [line[:9].strip() for line in lines]
+    assert (results.count("PASS"), results.count("NOT HERE")) == (10, 3)
+    report = (tmp_path / "out.md").read_text()
+    for line in lines:
+        assert f"| {line[10:].partition(':')[0]}" in report
+    assert f"torch: {torch.__version__}" in report
+    assert str(Path.home()) not in report
+    assert os.uname().nodename not in report.replace(os.uname().release, "")
+
+
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
+def test_without_the_device_it_says_so_with_a_status_of_its_own(tmp_path, kind):
+    if getattr(torch, kind, None) is not None and getattr(torch, kind).is_available():
+        pytest.skip(f"there is a {kind} device here")
+    done = run(tmp_path, SCRIPT, "--device", kind)
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert f"torch sees no {kind} device" in done.stdout
+
+
+def test_a_check_that_fails_is_told_and_the_others_go_on(tmp_path):
+    done = run(tmp_path, "-c", FAILING)
+    assert done.returncode == 1, done.stderr
+    assert "FAIL      planted: RuntimeError: planted | here" in done.stdout
+    report = (tmp_path / "npu_smoke.md").read_text()
+    assert "| planted | FAIL | RuntimeError: planted / here and there |" in report
+    assert "| several ranks agree | NOT HERE |" in report
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_with_torchrun_the_ranks_agree(tmp_path):
+    done = run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "PASS      several ranks agree: 2 ranks over gloo, rank 1 named on all of them" in done.stdout
+    assert done.stdout.count("device found") == 1
