@@ -12,7 +12,7 @@ DEMO := $(if $(wildcard $(DEV)),$(DEV),.venv/.stamp-demo)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format bench clean
+.PHONY: help demo test test-fast lint format bench pictures clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -38,6 +38,9 @@ format: $(DEV)  ## fix what ruff can fix, and format
 
 bench: .venv/.stamp-bench  ## measure what the watch costs, beside what one would use instead (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
+
+pictures: $(DEV)  ## make the screenshots of the documentation anew (needs Chromium)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/views/pictures.py
 
 clean:  ## remove caches and build products (.venv and run directories stay)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,8 +1,9 @@
-"""What the watch costs on Megatron-Core: two data-parallel ranks over gloo, against Megatron's own NaN check.
+"""What the watch costs on Megatron-Core: two ranks over gloo, data- or tensor-parallel; and its own check.
 
-Every step is done by all variants in the same random order on both ranks; the numbers are rank 0's. Runs in
-a process of its own, because what stands for CUDA changes torch: `python benchmarks/megatron_core.py` prints
-JSON.
+Every step is done by all variants in the same random order on both ranks; the numbers are rank 0's, by the
+clock on the wall and by the time its own thread computes, which leaves out waiting for the other rank and for
+whoever else uses the machine. Runs in a process of its own, because what stands for CUDA changes torch:
+`python benchmarks/megatron_core.py` prints JSON.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RANKS, ROUNDS, WARM_UP = 2, 25, 4
-VOCABULARY, LENGTH, WIDTH, LAYERS, MICROBATCHES = 512, 64, 192, 4, 2
+RANKS, ROUNDS, WARM_UP = 2, 15, 3
+VOCABULARY, LENGTH, WIDTH, LAYERS, MICROBATCHES, BATCH = 512, 128, 192, 4, 2, 4
+LAYOUTS = {"data-parallel": 1, "tensor-parallel": 2}
+"""Tensor-parallel size of each."""
+VARIANTS = ("plain", "plain again (A/A)", "Megatron's own check", "watched")
 
 
 def measure() -> dict[str, Any]:
-    """Return the step times over those of the plain run, by variant, and the plain step in ms."""
+    """Return the step times over those of the plain run, by layout and variant, and the plain step in ms."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__], capture_output=True, text=True, check=True
     )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def training(*, checked: bool) -> dict[str, Any]:
+def training(*, checked: bool, tensor: int = 1) -> dict[str, Any]:
     """Make a GPT, its optimizer and the pieces of its loop."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import (
@@ -52,6 +56,7 @@ def training(*, checked: bool) -> dict[str, Any]:
         num_layers=LAYERS,
         hidden_size=WIDTH,
         num_attention_heads=4,
+        tensor_model_parallel_size=tensor,
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
@@ -105,7 +110,7 @@ def stepper(parts: dict[str, Any]) -> Callable[[list[Any]], None]:
             model=parts["model"],
             num_microbatches=MICROBATCHES,
             seq_length=LENGTH,
-            micro_batch_size=2,
+            micro_batch_size=BATCH,
             forward_only=False,
         )
         parts["optimizer"].step()
@@ -113,7 +118,7 @@ def stepper(parts: dict[str, Any]) -> Callable[[list[Any]], None]:
     return step
 
 
-def race(rank: int, folder: Path, results: Any) -> None:
+def race(rank: int, folder: Path, layout: str, results: Any) -> None:
     """Step all variants on one rank, and have rank 0 tell the times."""
     from megatron.core import parallel_state, tensor_parallel
 
@@ -123,11 +128,10 @@ def race(rank: int, folder: Path, results: Any) -> None:
     logging.getLogger("gradsentinel").setLevel(logging.ERROR)
     rendezvous = f"file://{folder / 'rendezvous'}"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
-    parallel_state.initialize_model_parallel()
+    tensor = LAYOUTS[layout]
+    parallel_state.initialize_model_parallel(tensor)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    made = {
-        name: training(checked="own check" in name) for name in ("plain", "Megatron's own check", "watched")
-    }
+    made = {name: training(checked="own check" in name, tensor=tensor) for name in VARIANTS}
     watched = made["watched"]
     callbacks = [NanCallback(state_warmup=0, state_every=0), Retry()]
     sentinel = megatron.attach(
@@ -136,25 +140,41 @@ def race(rank: int, folder: Path, results: Any) -> None:
     watched["schedule"] = sentinel.schedule(watched["schedule"])
     steps = {name: stepper(parts) for name, parts in made.items()}
     order = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    wall: dict[str, list[float]] = {name: [] for name in steps}
+    own: dict[str, list[float]] = {name: [] for name in steps}
+    shared = torch.Generator().manual_seed(rank if tensor == 1 else 0)
     for number in range(WARM_UP + ROUNDS):
-        batches = [torch.randint(VOCABULARY, (2, LENGTH)) for _ in range(MICROBATCHES)]
+        batches = [torch.randint(VOCABULARY, (BATCH, LENGTH), generator=shared) for _ in range(MICROBATCHES)]
         for name in order.sample(sorted(steps), len(steps)):
             torch.distributed.barrier()
-            begin = time.perf_counter()
+            begin, began = time.perf_counter(), time.thread_time()
             steps[name](batches)
             if number >= WARM_UP:
-                times[name].append(time.perf_counter() - begin)
+                wall[name].append(time.perf_counter() - begin)
+                own[name].append(time.thread_time() - began)
     sentinel.close()
     if rank == 0:
-        ratios = {
-            name: statistics.median(a / b for a, b in zip(times[name], times["plain"], strict=True))
-            for name in steps
-        }
         count = sum(p.numel() for p in made["plain"]["model"][0].parameters())
-        plain_ms = 1e3 * statistics.median(times["plain"])
-        results.put({"ranks": RANKS, "parameters": count, "plain_ms": plain_ms, "ratios": ratios})
+        results.put(
+            {
+                "ranks": RANKS,
+                "parameters": count,
+                "tokens": MICROBATCHES * BATCH * LENGTH,
+                "plain_ms": 1e3 * statistics.median(wall["plain"]),
+                "plain_cpu_ms": 1e3 * statistics.median(own["plain"]),
+                "ratios": ratios(wall),
+                "cpu_ratios": ratios(own),
+            }
+        )
     torch.distributed.barrier()
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median, over the rounds, of each variant's step over the plain one's."""
+    return {
+        name: statistics.median(a / b for a, b in zip(times[name], times["plain"], strict=True))
+        for name in times
+    }
 
 
 def main() -> None:
@@ -164,13 +184,18 @@ def main() -> None:
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=race, args=(rank, Path(folder), results)) for rank in range(RANKS)]
-        for rank in ranks:
-            rank.start()
-        found = results.get(timeout=300)
-        for rank in ranks:
-            rank.join(timeout=30)
+    found = {}
+    for layout in LAYOUTS:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [
+                context.Process(target=race, args=(rank, Path(folder), layout, results))
+                for rank in range(RANKS)
+            ]
+            for rank in ranks:
+                rank.start()
+            found[layout] = results.get(timeout=300)
+            for rank in ranks:
+                rank.join(timeout=30)
     print(json.dumps(found))
 
 

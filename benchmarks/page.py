@@ -220,6 +220,21 @@ def _adapters(results: dict[str, Any]) -> str:
     return _rows(["loop", "a step", "of it not forward or backward", "the watch adds", "of the step"], rows)
 
 
+def _megatron(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{layout}, {one['tokens']} tokens, {one['parameters'] / 1e6:.1f} M parameters a rank",
+            name,
+            "-" if name == "plain" else f"{one['cpu_ratios'][name] - 1:+.1%}",
+            "-" if name == "plain" else f"{one['ratios'][name] - 1:+.1%}",
+            f"{one['plain_cpu_ms'] * one['cpu_ratios'][name]:.1f} ms",
+        ]
+        for layout, one in results["megatron"].items()
+        for name in one["ratios"]
+    ]
+    return _rows(["2 ranks", "variant", "own time", "wall clock", "own time of a step"], rows)
+
+
 TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "overhead": (_overhead, "steps"),
     "targets": (_targets, "steps"),
@@ -229,6 +244,7 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "snapshots": (_snapshots, "snapshots"),
     "growth": (_growth, "growth"),
     "ranks": (_ranks, "consensus"),
+    "megatron": (_megatron, "megatron"),
     "adapters": (_adapters, "adapters"),
     "diagnosis": (_diagnosis, "diagnosis"),
     "viewing": (_viewing, "viewing"),

@@ -204,6 +204,9 @@ def main(options):
             )
             print(f"\nstep {incident.step}: {incident.kind}, {incident.outcome}\n  {places}")
             print(f"  {incident.message}\n  evidence: {sentinel.run_dir / 'incidents' / incident.id}")
+            found = incident.diagnosis  # of a fault that came back: --persistent
+            if found is not None and found.op is not None:
+                print(f"  micro-batch {incident.microbatch}: {found.op} in {found.module}")
     sentinel.close()
     dist.destroy_process_group()
 

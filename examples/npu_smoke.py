@@ -276,10 +276,8 @@ def _(device, folder):
 
         def look(step, waits=waits, seen=seen, watched=trial.sentinel is not None):
             seen[step] = waits.count
-            if (
-                watched and own is not None and step in {8, 28}
-            ):  # from here on the device itself raises if the host waits
-                own("error" if step == 8 else "default")
+            if watched and own is not None and step in {8, 28}:
+                own("error" if step == 8 else "default")  # between them the device raises if the host waits
 
         trial.before_step = look
         try:

@@ -1,4 +1,4 @@
-"""Runs that every kind of device must pass alike: the simulated NPU in CI, a CUDA device where there is one."""
+"""Runs that every kind of device must pass: the simulated NPU in CI, a CUDA device where there is one."""
 
 from contextlib import nullcontext
 

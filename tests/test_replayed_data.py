@@ -235,13 +235,14 @@ def test_accumulation(run_dir):
     assert loop.everything() == reference.everything()
 
 
-def test_a_restart_after_it_goes_on_where_it_was(run_dir):
+def test_a_restart_goes_on_where_it_was_and_can_go_back_to_there(run_dir):
+    """Its only good state for a while is the one that it took up, in the middle of an epoch."""
     faults = {4: "loss", 7: "back"}
     whole = Loop(build(**FULL), faults, callbacks=replaying(after=1))
     whole(LOADERS["shuffled"](), run_dir / "whole")
     broken = Loop(build(**FULL), faults, leave_at=(8,), callbacks=replaying(after=1, on_disk=2))
     broken(LOADERS["shuffled"](), run_dir / "run", epochs=1)
-    again = Loop(build(**FULL), callbacks=replaying(on_disk=2))
+    again = Loop(build(**FULL), {1: "weight"}, callbacks=replaying(on_disk=2, every=50))
     with again.run.sentinel(again.callbacks, run_dir=run_dir / "run", resume="auto") as sentinel:
         first = sentinel.step_count
         loader = LOADERS["shuffled"]()

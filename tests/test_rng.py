@@ -260,6 +260,77 @@ def test_a_state_that_did_not_change_is_not_read_again():
     assert second.numpy is first.numpy
 
 
+class Elsewhere:
+    """A read of the state during which another thread does something with the generators."""
+
+    def __init__(self, read, meanwhile):
+        self.read, self.meanwhile = read, meanwhile
+
+    def __call__(self, **kwargs):
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        return self.read(**kwargs)
+
+
+def test_what_is_drawn_while_the_state_is_read_spoils_no_later_one(monkeypatch):
+    """The state that was looked at comes back later: it must not be taken for the one that was read."""
+    rng._python.forget()
+    before = random.getstate()
+    real = rng._python.state
+    monkeypatch.setattr(
+        rng._python, "state", lambda g, a, r, read: real(g, a, r, Elsewhere(read, random.random))
+    )
+    RngState.capture()
+    monkeypatch.undo()
+    random.setstate(before)
+    assert RngState.capture().python == before
+
+
+@pytest.mark.skipif(not hasattr(GLOBAL, "set_bit_generator"), reason="NumPy before 1.24")
+def test_a_generator_that_is_replaced_while_the_state_is_read_spoils_no_later_one(monkeypatch):
+    rng._numpy.forget()
+    first, other = GLOBAL.get_bit_generator(), GLOBAL.MT19937(9)
+    read = Elsewhere(GLOBAL.get_state, lambda: GLOBAL.set_bit_generator(other))
+    try:
+        monkeypatch.setattr(GLOBAL, "get_state", read)
+        RngState.capture()
+        monkeypatch.undo()
+        GLOBAL.set_bit_generator(first)
+        assert numpy_states_agree()
+    finally:
+        GLOBAL.set_bit_generator(first)
+
+
+def test_a_generator_that_only_has_the_name_is_not_looked_into(monkeypatch):
+    class MT19937:
+        @property
+        def ctypes(self):
+            raise AssertionError("its memory may be of any size")
+
+    monkeypatch.setattr(GLOBAL, "get_bit_generator", MT19937)
+    assert RngState.capture().numpy["state"]["pos"] == GLOBAL.get_state(legacy=False)["state"]["pos"]
+
+
+def test_functions_that_somebody_has_replaced_are_asked(monkeypatch):
+    monkeypatch.setattr(random, "getstate", lambda: "theirs")
+    assert RngState.capture().python == "theirs"
+
+
+@pytest.mark.parametrize("index", [8, 100, 623])
+def test_every_word_counts(index):
+    """Two states that differ in one word only: a program may set any."""
+    version, numbers, gauss = random.getstate()
+    try:
+        first = RngState.capture().python
+        changed = list(numbers)
+        changed[index] ^= 1
+        random.setstate((version, tuple(changed), gauss))
+        assert RngState.capture().python != first
+        assert RngState.capture().python == random.getstate()
+    finally:
+        random.setstate((version, numbers, gauss))
+
+
 def test_a_memory_that_looks_otherwise_is_not_trusted():
     twister = rng._Twister(words=4, place=0, listed=lambda state: (range(624), state))
     states = iter(range(10))

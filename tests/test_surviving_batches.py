@@ -1,7 +1,8 @@
 """Whatever goes wrong, and whatever the budgets: the end is one that a fault-free run could have had.
 
 Namely the run over the batches that survived: those of dropped steps are missing, and those of steps that
-a rollback or a restart took back and that did not come again. It is made by plain torch, and compared bit for bit.
+a rollback or a restart took back and that did not come again. It is made by plain torch, and compared bit for
+bit.
 """
 
 import math

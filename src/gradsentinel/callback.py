@@ -79,6 +79,20 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
 
+    if not TYPE_CHECKING:  # it would hide every other missing attribute from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what is wrong if a framework's trainer was given a callback that is not of its kind."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _ASKED_BY_TRAINERS:
+                home = f"gradsentinel.integrations.{_ASKED_BY_TRAINERS[name]}"
+                text += f": a trainer takes {type(self).__name__} from {home}, or adapt(...) from there"
+            raise AttributeError(text)
+
+
+_ASKED_BY_TRAINERS = {"state_key": "lightning", "on_init_end": "huggingface"}
+"""What trainers look for first in each of their callbacks, and where ours that have it are."""
+
 
 class Detector(Callback):
     """Observes and returns findings; if it raises it is reported, switched off, and the run goes on."""

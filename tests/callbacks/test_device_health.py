@@ -522,3 +522,24 @@ def test_alone_it_protects_nobody_and_the_run_says_so(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "gradsentinel"):
         Sentinel(model, optimizer, callbacks=[DeviceHealthCallback()], run_dir=tmp_path).close()
     assert "add NanCallback()" in caplog.text
+
+
+def test_one_callback_may_serve_one_run_after_the_other(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    cards = [Card({"health": "Alarm"}) for _ in range(2)]
+    health = DeviceHealthCallback(every=1e-4)
+    for number, card in enumerate(cards):
+        health.source = card
+        folder = tmp_path / f"{number}"
+        sentinel = Sentinel(model, optimizer, callbacks=[NanCallback(), health], run_dir=folder)
+        for batch in sentinel.steps([torch.randn(8, 4)]):
+            card.answer(health)
+            sentinel.backward(model(batch).square().mean())
+            sentinel.step()
+        assert told(sentinel) == [(0, "card 0: health Alarm")]  # though the run before was told the same
+        turn, card.turn = card.turn, None
+        turn.release()
+    sentinel.close()  # the first one is left as it is
+    assert logging.getLogger(LOGGER).handlers == []

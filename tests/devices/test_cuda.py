@@ -1,4 +1,4 @@
-"""A CUDA device, where there is one: the runs that the simulated NPU has to pass, and no wait that torch sees."""
+"""A CUDA device, where there is one: the runs that the simulated NPU passes, and no wait that torch sees."""
 
 from contextlib import contextmanager
 
@@ -10,6 +10,8 @@ import device_runs
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Said once by torch when the check for waits is switched on.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 DEVICE = "cuda:0"
 

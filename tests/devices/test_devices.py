@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gradsentinel.checks import check_determinism
 from gradsentinel.devices import device_of
 from gradsentinel.devices.cpu import Cpu
 from gradsentinel.devices.cuda import Cuda
 from gradsentinel.devices.device import Device
 from gradsentinel.devices.npu import Npu
+from gradsentinel.diagnosis.environment import environment
 
 META = torch.device("meta")
 """Stands in for a device that this process does not have."""
@@ -51,6 +53,7 @@ def test_on_the_cpu_nothing_is_under_way():
     assert cpu.in_plain_format(values) is values
     assert (cpu.overflow_flag(), cpu.generator_states(), cpu.settings()) == (None, {}, {})
     assert not cpu.set_generator_state(torch.get_rng_state())
+    assert cpu.health_source() is None
     tensors = [torch.full((2,), 3.0), torch.full((1,), 5.0)]
     cpu.scale_(tensors, torch.tensor(2.0))
     assert [tensor.tolist() for tensor in tensors] == [[6, 6], [10]]
@@ -158,12 +161,18 @@ def test_in_inf_nan_mode_nobody_asks_for_the_flag(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Cuda, Npu])
-def test_the_switches_for_determinism_say_what_they_cost(kind):
+def test_the_switches_for_determinism_say_what_they_cost(kind, monkeypatch):
     for switch in kind.switches:
         assert switch.cost
         assert not switch.is_set({})
         assert not switch.is_set({switch.variable: "false"})
         assert all(switch.is_set({switch.variable: value.upper()}) for value in switch.values)
+        advice = check_determinism(
+            {kind.__name__.lower()}, {}
+        )  # doctor works without torch, so it has its own
+        assert f"{switch.variable}={switch.values[0]}" in advice.remedy
+        monkeypatch.setenv(switch.variable, switch.values[0])
+        assert environment()["variables"][switch.variable] == switch.values[0]  # in every bundle
 
 
 def test_an_installation_that_cannot_be_imported_breaks_nothing(tmp_path):

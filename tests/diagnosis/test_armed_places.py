@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradsentinel import NanCallback, Sentinel
+from gradsentinel import NanCallback, Rollback, Sentinel
 
 
 class Breaks(torch.autograd.Function):
@@ -288,6 +288,29 @@ def test_micro_batches(run_dir):
     assert on == [False]
     assert [incident.microbatch for incident in sentinel.incidents] == [1, 1, 2]
     assert "between parent.a and parent.b" in said(sentinel.incidents[-1])
+
+
+def test_after_a_rollback_the_same_step_is_another_one(run_dir):
+    """A step number comes again: what was seen the first time must not be taken for what is seen now."""
+    parent = Parent("between")
+    model = Model(parent)
+    callbacks = [NanCallback(action="rollback"), Rollback(every=1, confirm_after=0, on_disk=0)]
+    calls = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Sentinel(model, optimizer, callbacks=callbacks, run_dir=run_dir) as sentinel:
+        for batch in sentinel.steps([torch.randn(6, 4) for _ in range(9)]):
+            calls.append(True)
+            parent.on = len(calls) in (3, 4)
+            loss = model(batch).mean()
+            if len(calls) == 6:
+                loss = (model(batch).detach() * 0).log().mean() + loss
+            sentinel.backward(loss)
+            sentinel.step()
+    assert [incident.step for incident in sentinel.incidents] == [2, 2, 2]
+    _, second, last = sentinel.incidents
+    assert (second.diagnosis.phase, second.diagnosis.module) == ("forward", "parent")
+    assert "in the loss" in said(last)
+    assert last.diagnosis.module is None
 
 
 @pytest.mark.expects_swallowed

@@ -12,6 +12,7 @@ import failures_kinds  # noqa: F401 - likewise
 import failures_last  # noqa: F401 - likewise
 import failures_narrow  # noqa: F401 - likewise
 import failures_optimizers  # noqa: F401 - likewise
+import failures_pairs  # noqa: F401 - likewise
 import failures_records  # noqa: F401 - likewise
 import failures_transient  # noqa: F401 - likewise
 import failures_traps  # noqa: F401 - likewise

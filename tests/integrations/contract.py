@@ -162,6 +162,16 @@ def a_rollback_restores_everything_and_the_run_goes_on(driver: Driver, folder: P
     assert all(torch.isfinite(value).all() for value in result.net.state_dict().values())
 
 
+def a_rollback_can_draw_the_batches_since_then_once_more(driver: Driver, folder: Path) -> None:
+    spoilt = driver.task(trouble=Trouble(loss={4: NAN}, transient=False))
+    rollback = Rollback(every=2, confirm_after=1, data="replay")
+    result = driver.train(
+        spoilt, folder / "spoilt", [Recorder(), NanCallback(action=Action.ROLLBACK), rollback]
+    )
+    assert [incident.outcome for incident in result.incidents] == [Became.ROLLED_BACK]
+    same(result, driver.train(driver.task(without=(4,)), folder / "without", None))
+
+
 class Ruin(Recorder):
     """Has an update whose gradients are fine and whose outcome is not."""
 
@@ -350,6 +360,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
     for accumulate in (1, 2):
         yield case(a_transient_fault_leaves_no_trace_after_a_retry, "retry accumulate", accumulate=accumulate)
     yield case(a_rollback_restores_everything_and_the_run_goes_on)
+    yield case(a_rollback_can_draw_the_batches_since_then_once_more, "draws")
     yield case(a_step_that_ruins_the_state_is_undone)
     yield case(an_abort_leaves_a_good_state)
     for error in (KeyError, KeyboardInterrupt):

@@ -122,6 +122,18 @@ def test_an_old_package_is_an_error_that_names_both_versions(monkeypatch, packag
         monkeypatch.delitem(sys.modules, loaded)
 
 
+def test_a_callback_of_the_core_says_where_the_one_is_that_a_trainer_takes(tmp_path):
+    with pytest.raises(AttributeError, match=r"takes NanCallback from gradsentinel\.integrations\.lightning"):
+        pl.fit(Task(), [NanCallback()])
+    with (
+        quiet(),
+        pytest.raises(AttributeError, match=r"from gradsentinel\.integrations\.huggingface, or adapt"),
+    ):
+        hf.train(Task(), tmp_path, [NanCallback()])
+    with pytest.raises(AttributeError, match=r"^'NanCallback' object has no attribute 'nonsense'$"):
+        _ = NanCallback().nonsense
+
+
 def test_a_callback_that_no_trainer_calls(tmp_path):
     from gradsentinel.integrations.huggingface import NanCallback as Native
 

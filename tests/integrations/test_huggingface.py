@@ -46,6 +46,7 @@ def test_a_trainer_takes_them_literally_and_writes_beside_its_own_output(tmp_pat
     "settings",
     [
         {"bf16": True},
+        {"fp16": True},
         {"max_steps": 4},
         {"num_train_epochs": 2},
         {"logging_nan_inf_filter": False},
@@ -87,6 +88,23 @@ def test_the_log_shows_a_nan_loss_whatever_the_filter_and_keeps_the_trainers_own
     assert math.isfinite(losses[3]) is filtered  # without its filter the Trainer's own sum stays NaN for good
     data = json.loads(next((tmp_path / "run" / "incidents").iterdir()).joinpath("incident.json").read_text())
     assert data["loss"] == "nan"
+
+
+def test_events_go_into_the_files_of_the_trainers_own_tensorboard_callback(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from gradsentinel.integrations.huggingface import NanCallback, TensorBoardCallback
+
+    board = tmp_path / "board"
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(board))
+    task = Task(trouble=Trouble(loss={2: NAN}, transient=False))
+    train(task, tmp_path, [TensorBoardCallback(), NanCallback()], report_to=["tensorboard"])
+    assert len(list(tmp_path.rglob("events.out.tfevents.*"))) == 1
+    read = EventAccumulator(str(board))
+    read.Reload()
+    tags = read.Tags()
+    assert {"train/loss", "gradsentinel/grad_norm", "gradsentinel/skipped"} <= set(tags["scalars"])
+    assert "gradsentinel/incident/text_summary" in tags["tensors"]
 
 
 def test_the_loss_is_the_mean_of_the_microbatches_however_it_is_normalised(tmp_path):

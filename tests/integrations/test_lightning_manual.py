@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from drivers.pl import Manual, fit, native, state_of
+from drivers.pl import fit, native, state_of
 from test_lightning import with_scaler
 from torch import nn
 from training import Recorder, Task, Trouble
@@ -151,4 +151,3 @@ def test_of_two_steps_on_one_batch_the_first_can_be_computed_again(tmp_path, num
     assert len(record.applied) == 12
     if number:
         assert any("has made a step on this batch before" in note for note in incident.notes)
-    assert Manual.lacks == {}

@@ -225,7 +225,7 @@ class Driver:
 
     name: str
     lacks: ClassVar[Mapping[str, str]] = {}
-    """What this adapter cannot do, and why: batches, loss, accumulate, retry, schedule, checkpoint."""
+    """What this adapter cannot do, and why: batches, loss, accumulate, retry, schedule, checkpoint, draws."""
     package: str | None = None
     """The package that is watched; None for torch."""
     hidden: Sequence[str] = ()

@@ -62,8 +62,8 @@ def test_the_story_in_english(run_dir):
 def test_the_story_in_chinese_quotes_what_was_written(run_dir):
     incident = write_incident(run_dir, 40, diagnosis=PRECISION, detector="NanCallback")
     story = page(run_dir, incident, "zh")["story"]
-    assert story[0].startswith("第 40 步，NanCallback 发现梯度非有限：the gradients of 1 of 9")
-    assert "原因是精度不足（把握 90%），前向传播中" in story[2]
+    assert story[0].startswith("第 40 步，NanCallback 发现梯度含 NaN/Inf：the gradients of 1 of 9")
+    assert "原因是精度不足（置信度 90%），前向传播中" in story[2]
 
 
 def test_an_incident_without_a_diagnosis(run_dir):

@@ -134,3 +134,14 @@ def test_a_rollback_does_not_move_the_axis(tmp_path):
     found.refresh()
     assert list(found.series["loss"].x) == list(range(6))
     assert (found.step, found.attempted) == (3, 6)
+
+
+def test_a_start_whose_state_is_restored_later_is_where_its_first_step_is(tmp_path):
+    path = write_steps(tmp_path, [1.0] * 9)
+    before = {"iterations": [9, 10], "loss": [1.0, 1.0], "grad_norm": [1.0, 1.0]}
+    append(
+        path, start(step=0, iteration=9), {**step(7, iteration=11), "before": before}, step(8, iteration=12)
+    )
+    found = history(tmp_path)
+    found.refresh()
+    assert [(one.x, one.step) for one in found.starts] == [(0, 0), (9, 5)]

@@ -110,8 +110,21 @@ def test_a_run_that_was_killed_and_one_that_is_going_on(run_dir):
     ],
 )
 def test_how_a_run_ended(run_dir, error, state):
-    append(write_steps(run_dir, [1.0]), {"event": "run_end", "step": 1, "error": error})
-    assert Views(run_dir).runs()[0]["state"] == state
+    path = write_steps(run_dir, [1.0])
+    append(
+        path, {"event": "run_end", "step": 1, "error": error}, {"event": "incident", "id": "late", "step": 1}
+    )
+    assert (Views(run_dir).runs()[0]["state"], Views(run_dir).run(".")["state"]) == (state, state)
+    append(path, start())
+    assert (Views(run_dir).runs()[0]["state"], Views(run_dir).run(".")["state"]) == ("running", "running")
+
+
+def test_the_list_of_runs_does_not_read_their_logs(run_dir, monkeypatch):
+    """There may be hundreds of them."""
+    path = write_steps(run_dir, [1.0] * 20_000)
+    append(path, {"event": "run_end", "step": 1, "error": None}, end="")
+    monkeypatch.setattr("gradsentinel.views.event_lines.EventLines.new", None)
+    assert Views(run_dir).runs()[0]["state"] == "ended"
 
 
 def test_what_is_damaged_is_named_and_the_rest_is_shown(run_dir):

@@ -16,7 +16,7 @@ from gradsentinel.ranks.topology import Rank
 from gradsentinel.views import incident_view
 from gradsentinel.views.report import report
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400), pytest.mark.xdist_group("browser")]
 
 BAD = '"><img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>'
 
@@ -145,7 +145,9 @@ def test_the_policy_stops_what_would_ask_outside_or_run(page, run_dir):
           script.textContent = "window.hacked = 1";
           document.body.append(script);
           const asked = await fetch("http://127.0.0.1:9/").then(() => "answered", () => "refused");
-          await new Promise((done) => setTimeout(done, 200));
+          for (let turn = 0; turn < 500 && new Set(seen).size < 3; turn += 1) {
+            await new Promise((done) => setTimeout(done, 20));
+          }
           return [asked, window.hacked ?? null, ...seen.sort()];
         }"""
     )
@@ -233,7 +235,9 @@ def test_sixteen_thousand_ranks_are_laid_out_and_the_right_ones_are_hot(page, ru
     found = {int(cell.get_attribute("data-rank")): cell for cell in page.get_by_test_id("gs-heat-cell").all()}
     assert found.keys() == hot  # the others are on the canvas
     assert page.locator(".gs-board-canvas").count() == 1
-    assert page.locator(".gs-ranks .gs-facet").all_text_contents() == [f"pp {k}" for k in range(pp)]
+    counts = {4: " one concerned", 11: " one concerned"}
+    titles = [f"pp {k}{counts.get(k, '')}" for k in range(pp)]
+    assert page.locator(".gs-ranks .gs-facet").all_text_contents() == titles
     said = page.locator(".gs-map-foot .gs-readout")
     found[4099].hover()
     assert "Rank 4099 tp 3 · pp 4 · dp 0 — node0512 npu:3 — it began here" in said.inner_text()

@@ -139,6 +139,10 @@ class DeviceHealthCallback(Detector):
         """Tell the other ranks where this one sits, and begin to ask."""
         run = self._run = event.run
         run.diagnosers.append(self._complete)
+        self._end()  # of a run before this one that nobody closed
+        self._seen = 0
+        for memory in (self._accused, self._to_accuse, self._tested):
+            memory.clear()
         source, account = self._find_source(run), _read(run)
         self._card = f"{run.rank.host} {run.rank.device if source is None else source.card}"
         seat = Seat(self._card, part_of(run.rank.coordinates))

@@ -15,7 +15,6 @@ class Cuda(Device):
     """A GPU as torch.cuda drives it."""
 
     saturates = False
-    health = "nvml"
     switches: ClassVar[tuple[Switch, ...]] = (
         Switch(
             variable="CUBLAS_WORKSPACE_CONFIG",

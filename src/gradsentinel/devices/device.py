@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradsentinel.devices.health import HealthSource, source_for
+
 _STREAMS = ("Stream", "Event", "stream", "current_stream")
 
 
@@ -45,8 +47,6 @@ class Device:
     """What, besides `torch.use_deterministic_algorithms`, makes the device compute the same again."""
     takes_host_factors: bool = False
     """True if many tensors are multiplied in one launch only by a number that the host knows."""
-    health: ClassVar[str] = ""
-    """The tool that tells temperature, power and memory errors; empty where nobody knows one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -177,6 +177,10 @@ class Device:
         torch._foreach_mul_(list(tensors), factor)
 
     # -- what readers of a bundle and of a profile want to know ------------------------------------
+
+    def health_source(self) -> HealthSource | None:
+        """Return where to ask for temperature, power and memory errors; None where nobody knows."""
+        return source_for(self.device)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of this kind of device that change results, as JSON."""

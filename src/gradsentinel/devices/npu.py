@@ -43,7 +43,6 @@ class Npu(Device):
 
     wide = torch.float32
     takes_host_factors = True
-    health = "npu-smi"
     switches: ClassVar[tuple[Switch, ...]] = (
         Switch(
             variable="HCCL_DETERMINISTIC",

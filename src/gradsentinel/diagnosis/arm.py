@@ -39,9 +39,9 @@ class Armed:
         self._watched: dict[str, nn.Module] = {}
         self._handles: list[Any] = []
         self._steps: dict[int, Watched] = {}
+        """By the number of the attempted step, which never goes back."""
         self._usual: dict[tuple[str, bool, str], Tensor] = {}
         """Whether a place was finite in every healthy step; a mask may hold infinities by design."""
-        self._explained: set[int] = set()
         self._failed = False
 
     @property
@@ -76,10 +76,10 @@ class Armed:
 
     def explain(self, incident: Incident, run: Run) -> Diagnosis | None:
         """Return where finite values became non-finite, None if the hooks saw nothing of it."""
-        step = self._steps.get(incident.step)
-        if step is None or not step.looks:
+        seen = [step for _, step in sorted(self._steps.items()) if step.number == incident.step]
+        if not seen or not seen[-1].looks:
             return None
-        self._explained.add(incident.step)
+        step = seen[-1]
         found = sight(step, self._usual, incident)
         if found is None:
             return None
@@ -119,7 +119,7 @@ class Armed:
         """Note which tensors are finite now, and later whether their gradients are."""
         if torch._C._current_graph_task_id() != -1:  # recomputed for activation checkpointing
             return
-        step = self._step(run.step)
+        step = self._step(run)
         look = step.enter(name, user_line(4)) if entering else step.leave(name)
         number = len(step.looks)
         step.looks.append(look)
@@ -136,21 +136,19 @@ class Armed:
             if producer is not None:
                 step.made_by[producer] = number
 
-    def _step(self, number: int) -> Watched:
-        step = self._steps.get(number)
+    def _step(self, run: Run) -> Watched:
+        step = self._steps.get(run.iteration)  # the number of a step comes again after a rollback
         if step is None:
             for earlier in self._steps.values():
                 earlier.let_go()
             while len(self._steps) >= _STEPS:
-                self._forget(min(self._steps))
-            step = self._steps[number] = Watched()
+                self._learn_from(self._steps.pop(min(self._steps)), run)
+            step = self._steps[run.iteration] = Watched(run.step)
         return step
 
-    def _forget(self, number: int) -> None:
-        """Learn from a healthy step where infinities are usual."""
-        step = self._steps.pop(number)
-        if number in self._explained:
-            self._explained.discard(number)
+    def _learn_from(self, step: Watched, run: Run) -> None:
+        """Remember where infinities are usual, if nothing was wrong with the step."""
+        if any(incident.step == step.number for incident in run.incidents):
             return
         for look in step.looks:
             for path, flag in look.finite.items():

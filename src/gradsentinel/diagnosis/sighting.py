@@ -71,6 +71,7 @@ class Look:
 class Watched:
     """All looks of one step, in order."""
 
+    number: int
     looks: list[Look] = field(default_factory=list)
     made_by: dict[Any, int] = field(default_factory=dict)
     """By autograd node, the latest look at what it made."""

@@ -33,7 +33,6 @@ class LoopSentinel:
         self._engine = engine
         self._wraps = wraps
         self._in_steps = False
-        engine.run.course.by_steps = True
 
     def steps(self, loader: Iterable[B]) -> Iterator[B]:
         """Yield the loader's batches, remembering each until its step is done."""

@@ -135,6 +135,7 @@ def watch_loop(  # noqa: D417 - the rest is described where users see it
         forward=forward,
         several=True,
         ends_late=len(driver.optimizers) == 1,
+        by_steps=True,
         save=save,
     )
     engine.held.wanted = True

@@ -62,6 +62,7 @@ class Engine:
         several: True if one micro-batch may have several optimizer steps, or comes without `take`.
         ends_late: True if somebody calls `finish` when the framework's schedulers and averages have moved;
             False ends a step as soon as its optimizers ran.
+        by_steps: True if the loop can draw its data with `steps`, so that a rollback may go back in it.
         save: writes the framework's own checkpoint, and returns where; called when a run is aborted, in a
             state that is known to be good.
     """
@@ -77,6 +78,7 @@ class Engine:
         earlier: Mapping[str, Any] | None = None,
         several: bool = False,
         ends_late: bool = True,
+        by_steps: bool = False,
         save: Callable[[Path], str] | None = None,
     ) -> None:
         given = None if callbacks is None else [one for one in callbacks if not isinstance(one, RunSettings)]
@@ -84,6 +86,7 @@ class Engine:
         self.host = host
         run = make_run(host, settings.run_dir or directory, mesh=settings.mesh, timeout=settings.timeout)
         run.model, run.forward, run.diagnosis_budget = model, forward, settings.diagnosis_budget
+        run.course.by_steps = by_steps
         self._state_check = StateCheck()
         self.watch = Watch(
             run,
@@ -196,6 +199,8 @@ class Engine:
             TrainingAborted: when the run must not go on.
         """
         self.finish()
+        if not self.run.scene.microbatches:
+            self.run.course.refuse(None)
         self.held.begin(optimizers)
         host, watch = self.host, self.watch
         scale, overflow = host.unscale(optimizers)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsentinel.errors import SnapshotMismatch
 from gradsentinel.gradients import GradientView
 from gradsentinel.host import Host
-from gradsentinel.measures.inspection import local, nonfinite_in, stored
+from gradsentinel.measures.inspection import local, nonfinite_in, stored, values_of
 from gradsentinel.state.buffers import BufferShadow
 from gradsentinel.state.rng import RngState
 from gradsentinel.state.staging import Pending, Staging
@@ -75,7 +75,8 @@ class Snapshot:
     def nbytes(self) -> int:
         """Return the memory held by the tensors, in bytes."""
         held = [self.parameters, self.buffers, self.optimizers, self.stateful]
-        return sum(tensor.nbytes for _, tensor in tensors_in(held))
+        tensors = (tensor for _, tensor in tensors_in(held))
+        return sum(t.nbytes if t.layout is torch.strided else values_of(t).nbytes for t in tensors)
 
     def flaws(self) -> tuple[str, ...]:
         """Return the names of trained parameters and moments that are not finite: it must not be used then.

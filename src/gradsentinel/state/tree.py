@@ -317,13 +317,11 @@ def _children(obj: Any) -> list[tuple[Any, Any]]:
     if isinstance(obj, Mapping):
         return list(obj.items())
     if dataclasses.is_dataclass(obj):
-        names = [field.name for field in dataclasses.fields(obj)]
-        return [(name, getattr(obj, name)) for name in names if hasattr(obj, name)]
+        return [(f.name, getattr(obj, f.name)) for f in dataclasses.fields(obj) if hasattr(obj, f.name)]
     if callable(getattr(type(obj), "keys", None)) and hasattr(obj, "__getitem__"):
         return [(key, obj[key]) for key in obj.keys()]  # noqa: SIM118  it may iterate over something else
-    if isinstance(obj, tuple) and hasattr(obj, "_fields"):  # a named tuple
-        return list(zip(obj._fields, obj, strict=False))
-    return list(enumerate(obj)) if isinstance(obj, list | tuple | UserList | deque | set | frozenset) else []
+    known = isinstance(obj, list | tuple | UserList | deque | set | frozenset)  # a named tuple has names
+    return list(zip(getattr(obj, "_fields", range(len(obj))), obj, strict=True)) if known else []
 
 
 def map_tensors(fn: Callable[[Tensor], Any], obj: Any) -> Any:

@@ -12,6 +12,7 @@ from gradsentinel.store import SCHEMA
 from gradsentinel.views.files import Files, ViewError
 
 _CHUNK = 1 << 20
+_TAIL = 1 << 16
 _LONGEST = 16 << 20
 """Bytes of a line; a longer one is damaged."""
 PATIENCE = 1.0
@@ -103,6 +104,27 @@ class EventLines:
             self.too_new += 1
             return None
         return entry
+
+
+def last_start_or_end(files: Files, *names: str) -> dict[str, Any] | None:
+    """Return the newest `run_start` or `run_end` of an event log, if it is near the end of the file."""
+    try:
+        with files.open(*names) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            lines = file.read(_TAIL).split(b"\n")
+    except (OSError, ViewError):
+        return None
+    for line in reversed(lines):
+        if b'"run_end"' not in line and b'"run_start"' not in line:
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and entry.get("event") in {"run_end", "run_start"}:
+            return entry
+    return None
 
 
 def first_entry(files: Files, *names: str) -> dict[str, Any] | None:

@@ -60,6 +60,8 @@ class History:
     _shift: int = 0
     _fresh: bool = True
     """True until the first number after a start."""
+    _stepless: bool = False
+    """True until the first step after a start."""
 
     @classmethod
     def of(cls, files: Files, *names: str) -> History:
@@ -104,7 +106,7 @@ class History:
 
     def _start(self, entry: Mapping[str, Any], step: int, iteration: int | None) -> None:
         self.first = dict(entry)
-        self._fresh = True
+        self._fresh = self._stepless = True
         self.step = step
         start = Start(x=self.x + 1, step=step, time=_text(entry.get("time")))
         if len(self.starts) < _MOST_STARTS:
@@ -135,6 +137,9 @@ class History:
         if step is None:
             return
         before = entry.get("before")
+        if self._stepless and self.starts:  # the state may have been restored after the start
+            self.starts[-1].step = max(0, step - _count(before))
+        self._stepless = False
         if isinstance(before, dict):
             self._add_before(before, step)
         x = self._advance(iteration, step)
@@ -182,6 +187,11 @@ class History:
             self._fresh = False
             self._shift = max(0, self.x + 1 - number_of)
         return number_of + self._shift
+
+
+def _count(before: Any) -> int:
+    iterations = before.get("iterations") if isinstance(before, dict) else None
+    return len(iterations) if isinstance(iterations, list) else 0
 
 
 def _whole(value: Any) -> int | None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from gradsentinel.views.files import Files, ViewError
 from gradsentinel.views.incident_view import incident_page, incident_rows
-from gradsentinel.views.run_files import RunFiles
-from gradsentinel.views.run_view import brief, overview
+from gradsentinel.views.run_files import RunFiles, brief
+from gradsentinel.views.run_view import overview
 from gradsentinel.views.search import find_runs, is_run
 from gradsentinel.views.timeline import one_series, timeline_of
 from gradsentinel.wording import printable
 
-_MOST_OPEN = 16
+_MOST_OPEN = 64
 """So many runs are kept in memory with what was read of them."""
 _FRESH = 5.0
 """Seconds that the list of runs is good for."""
@@ -60,7 +60,7 @@ class Views:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return name, state and time of the last sign of life of each run, the newest first."""
-        found = [brief(self._run(name, any_state=True)) for name in self.names()]
+        found = [brief(self._files, name) for name in self.names()]
         return sorted(found, key=lambda one: (one["updated"], one["name"]), reverse=True)
 
     def run(self, name: str, lang: str = "en") -> dict[str, Any]:
@@ -102,14 +102,14 @@ class Views:
                 found.append({"name": name, "points": one_series(run, tag, _points(points))})
         return {"tag": tag, "runs": found}
 
-    def _run(self, name: str, *, any_state: bool = False) -> RunFiles:
+    def _run(self, name: str) -> RunFiles:
         """Return a run by its name; raises ViewError if there is none."""
         if not isinstance(name, str) or not name:
             raise ViewError("no run was named")
         path = self._files.path(name)
         if not path.is_dir():
             raise ViewError(f"there is no run {printable(name)}")
-        if not any_state and not is_run(self._files, name):
+        if not is_run(self._files, name):
             raise ViewError(f"{printable(name)} is no run directory")
         key = str(path)
         with self._lock:

@@ -14,7 +14,7 @@ from typing import Any
 from gradsentinel.errors import StoreError
 from gradsentinel.incident import Incident
 from gradsentinel.store import read_incident
-from gradsentinel.views.event_lines import first_entry
+from gradsentinel.views.event_lines import first_entry, last_start_or_end
 from gradsentinel.views.files import Files, ViewError
 from gradsentinel.views.history import History
 from gradsentinel.views.tensorboard_scalars import TensorBoardScalars
@@ -156,12 +156,35 @@ class RunFiles:
         starts = self.history.starts
         if not starts:
             return "unknown" if self.files.entries("incidents") else "empty"
-        start = starts[-1]
-        if start.ended is None:
-            return "running" if time.time() - self.updated < _ALIVE else "unknown"
-        if start.error is None:
-            return "ended"
-        return "aborted" if start.error.startswith(("TrainingAborted", "RecoveryFailed")) else "failed"
+        return state_of(ended=starts[-1].ended is not None, error=starts[-1].error, updated=self.updated)
+
+
+def state_of(*, ended: bool, error: str | None, updated: float) -> str:
+    """Return what became of a run that has begun: running, ended, failed, aborted or unknown."""
+    if not ended:
+        return "running" if time.time() - updated < _ALIVE else "unknown"
+    if error is None:
+        return "ended"
+    return "aborted" if error.startswith(("TrainingAborted", "RecoveryFailed")) else "failed"
+
+
+def brief(files: Files, name: str) -> dict[str, Any]:
+    """Return name, state and time of the last sign of life of a run, from the end of its log alone."""
+    logs = [(int(match[1]), entry) for entry in files.entries(name) if (match := _EVENTS.fullmatch(entry))]
+    log = min(logs)[1] if logs else "events-rank0.jsonl"
+    status = files.stat(name, log)
+    times = [0.0 if status is None else status.st_mtime]
+    with suppress(OSError, ViewError):
+        times.append(files.path(name, "incidents").stat().st_mtime)
+    updated = max(times)
+    if status is None or not status.st_size:
+        state = "unknown" if files.entries(name, "incidents") else "empty"
+    else:
+        newest = last_start_or_end(files, name, log) or {}
+        error = newest.get("error")
+        ended = newest.get("event") == "run_end"
+        state = state_of(ended=ended, error=error if isinstance(error, str) else None, updated=updated)
+    return {"name": name, "state": state, "updated": clock(updated)}
 
 
 def clock(seconds: float) -> str:

@@ -19,12 +19,6 @@ _MOST_SNAPSHOTS = 200
 _MOST_HOSTS = 256
 
 
-def brief(run: RunFiles) -> dict[str, Any]:
-    """Return what the list of runs says of one."""
-    with run.looked_at():
-        return {"name": run.name, "state": run.state, "updated": clock(run.updated)}
-
-
 def overview(run: RunFiles, lang: str) -> dict[str, Any]:
     """Return the overview; see `Views.run`."""
     history = run.history

@@ -36,7 +36,7 @@ def _place(incident: Incident, lang: str) -> str:
     parts_en, parts_zh = [], []
     if incident.microbatch is not None and "micro-batch" not in incident.message:
         parts_en.append(f"in micro-batch {incident.microbatch}")
-        parts_zh.append(f"微批 {incident.microbatch}")
+        parts_zh.append(f"微批次 {incident.microbatch}")
     if incident.rank_count == 1:
         rank = incident.ranks[0]
         axes = "".join(f", {axis} {position}" for axis, position in rank.coordinates.items())
@@ -59,7 +59,7 @@ def _cause(incident: Incident, lang: str) -> str:
     places = [part for part in (diagnosis.module, diagnosis.op, diagnosis.node, diagnosis.source) if part]
     phase = word("phase", diagnosis.phase, lang) if diagnosis.phase else ""
     english = f"The cause is {label} ({sure} % sure)"
-    chinese = f"原因是{label}（把握 {sure}%）"
+    chinese = f"原因是{label}（置信度 {sure}%）"
     english += f", {phase}" if phase else ""
     chinese += f"，{phase}" if phase else ""
     if places:

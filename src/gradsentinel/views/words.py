@@ -7,11 +7,11 @@ from typing import Any
 LANGUAGES = ("en", "zh")
 
 _KINDS = {
-    "nonfinite_loss": ("non-finite loss", "损失非有限"),
-    "nonfinite_input": ("non-finite input", "输入非有限"),
-    "nonfinite_gradient": ("non-finite gradient", "梯度非有限"),
-    "nonfinite_parameter": ("non-finite parameter", "参数非有限"),
-    "nonfinite_state": ("non-finite training state", "训练状态非有限"),
+    "nonfinite_loss": ("non-finite loss", "损失为 NaN/Inf"),
+    "nonfinite_input": ("non-finite input", "输入含 NaN/Inf"),
+    "nonfinite_gradient": ("non-finite gradient", "梯度含 NaN/Inf"),
+    "nonfinite_parameter": ("non-finite parameter", "参数含 NaN/Inf"),
+    "nonfinite_state": ("non-finite training state", "训练状态含 NaN/Inf"),
     "saturation": ("saturation", "数值饱和"),
     "magnitude": ("gradient too large", "梯度过大"),
     "spike": ("spike", "尖峰"),

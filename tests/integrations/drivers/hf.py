@@ -3,7 +3,7 @@
 # ruff: noqa: PLC0415 - a framework takes seconds to import, and only some tests need it
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors.torch import load_file
 from torch import nn
@@ -76,6 +76,7 @@ def hf_trainer(
 
 class HuggingFace(Driver):
     name = "huggingface"
+    lacks: ClassVar = {"draws": "the Trainer does it"}
     package = "transformers"
     hidden = ("transformers",)
     module = "gradsentinel.integrations.huggingface"

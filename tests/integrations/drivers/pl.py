@@ -1,6 +1,7 @@
 """Lightning's Trainer, under both names of its package, with automatic and manual optimization."""
 
 import importlib
+from typing import ClassVar
 
 import torch
 from training import Driver, Result, quiet
@@ -50,6 +51,7 @@ class Lightning(Driver):
     rivals = ("pytorch_lightning",)
     imported = "lightning.pytorch"
     manual = False
+    lacks: ClassVar = {"draws": "Lightning does it"}
 
     def settings(self, folder, callbacks):
         from gradsentinel.integrations.lightning import RunSettings, adapt  # noqa: PLC0415 - it takes seconds

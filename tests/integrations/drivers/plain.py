@@ -38,6 +38,7 @@ class Attached(Driver):
     name = "attached"
     lacks: ClassVar = {
         "batches": "the loop shows none",
+        "draws": "the loop does it",
         "loss": "the loop shows none",
         "retry": "there is nothing to compute a step from",
         "accumulate": "a hook does not tell which backward pass is the last",

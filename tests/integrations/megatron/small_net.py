@@ -30,7 +30,8 @@ from training import Driver, Result, Task
 class Megatron(Driver):
     name = "megatron"
     lacks: ClassVar = {
-        "checkpoint": "Megatron's own is written by its scripts; the known-good state is on disk"
+        "checkpoint": "Megatron's own is written by its scripts; the known-good state is on disk",
+        "draws": "the schedule does it",
     }
     package = "megatron.core"
     hidden = ("megatron.core",)

@@ -14,7 +14,7 @@ class Megatron(Driver):
     """What the driver says of itself; it is in small_net.py, which needs Megatron."""
 
     package = "megatron.core"
-    lacks: ClassVar = {"checkpoint": "see there"}
+    lacks: ClassVar = dict.fromkeys(("checkpoint", "draws"), "see there")
 
 
 @pytest.mark.parametrize("clause", cases(Megatron()))

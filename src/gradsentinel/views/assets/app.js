@@ -16,8 +16,8 @@ const MOST_PRINTED = 100;
 /** Show everything that the source has inside the element; `lang` and `theme` are what to begin with. */
 export async function start(root, source, { lang = null, theme = null, printing = false } = {}) {
   const app = new App(root, source, printing);
-  app.lang = lang ?? kept("lang") ?? (/^zh/i.test(navigator.language) ? "zh" : "en");
-  app.theme = theme ?? kept("theme") ?? "auto";
+  app.lang = lang ?? kept("lang", ["en", "zh"]) ?? (/^zh/i.test(navigator.language) ? "zh" : "en");
+  app.theme = theme ?? kept("theme", ["dark", "light"]) ?? "auto";
   await app.begin();
   return app;
 }
@@ -39,7 +39,7 @@ class App {
   async begin() {
     this.paint();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.paint());
-    window.addEventListener("beforeprint", () => this.paint("light"));
+    window.addEventListener("beforeprint", () => this.paint("light", true));
     window.addEventListener("afterprint", () => this.paint());
     window.addEventListener("hashchange", () => this.show());
     window.addEventListener("keydown", (event) => this.key(event));
@@ -148,8 +148,9 @@ class App {
     return surrounding() ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   }
 
-  paint(tone = this.tone()) {
+  paint(tone = this.tone(), paper = false) {
     document.documentElement.dataset.tone = tone;
+    document.documentElement.toggleAttribute("data-paper", paper);
     document.dispatchEvent(new Event("gs-theme"));
   }
 
@@ -176,9 +177,15 @@ class App {
     }
   }
 
+  /** Look again in a moment: the server has not read everything yet. */
+  soon() {
+    clearTimeout(this.timer);
+    if (this.source.live) this.timer = setTimeout(() => this.root.dataset.page === "overview" && this.renew(), 1500);
+  }
+
   /** Draw the overview anew unless somebody is at work in it. */
   async renew() {
-    const busy = this.root.querySelector(".gs-tip:not([hidden])") || getSelection().toString() || this.root.querySelector(".gs-strip-shade");
+    const busy = this.root.querySelector("main :focus, .gs-tip:not([hidden])") || getSelection().toString() || this.root.querySelector(".gs-strip-shade");
     if (busy) for (const listener of this.charts) await listener();
     else {
       const at = window.scrollY;
@@ -206,9 +213,10 @@ function surrounding() {
   }
 }
 
-function kept(name) {
+function kept(name, choices) {
   try {
-    return localStorage.getItem(`gradsentinel.${name}`);
+    const found = localStorage.getItem(`gradsentinel.${name}`);
+    return choices.includes(found) ? found : null;
   } catch {
     return null; // not allowed here
   }

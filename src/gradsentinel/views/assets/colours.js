@@ -3,7 +3,7 @@
 // Cividis, thinned: from dark blue over grey to yellow; made to look alike to every kind of colour vision.
 const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 // Below, at and above the usual.
-const AROUND_LIGHT = ["#2166ac", "#67a9cf", "#d1e5f0", "#eceff2", "#fddbc7", "#ef8a62", "#b2182b"];
+const AROUND_LIGHT = ["#2166ac", "#67a9cf", "#d1e5f0", "#eceff2", "#fde0c1", "#ee9a4d", "#a84f04"];
 const AROUND_DARK = ["#5aa9f0", "#3f79ab", "#2d4a63", "#28323c", "#6b4634", "#c46a3f", "#ff9a6b"];
 
 function channels(hex) {

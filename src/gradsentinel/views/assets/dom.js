@@ -65,9 +65,20 @@ export function drawn(element, draw) {
       again();
     }
   }).observe(element);
-  const themed = () => (element.isConnected ? again() : document.removeEventListener("gs-theme", themed));
+  const themed = () => {
+    if (!element.isConnected) document.removeEventListener("gs-theme", themed);
+    else {
+      width = inner(element) || width; // paper is narrower, and does not wait for an observer
+      again();
+    }
+  };
   document.addEventListener("gs-theme", themed);
   return again;
+}
+
+function inner(element) {
+  const style = getComputedStyle(element);
+  return Math.floor(element.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
 }
 
 /** Return a canvas of that size in CSS pixels, sharp on any screen, and its context. */

@@ -15,7 +15,8 @@ const ZERO = "-inf"; // the logarithm of a norm of 0: a parameter without any gr
 export function layerMap(layers, incident) {
   const names = layers?.names ?? [];
   if (!names.length || !layers.iterations?.length) return h("p", { class: "gs-empty", "data-testid": "gs-layers" }, layers?.why || t("layers.empty"));
-  const state = { usual: false, from: 0, to: names.length, only: false };
+  // What has changed tells more than what is always large, where there is enough to know the usual by.
+  const state = { usual: layers.iterations.length >= 8, from: 0, to: names.length, only: false };
   const hot = new Set(layers.hot ?? []);
   const medians = layers.values.map((row) => median(row.filter(finite)));
   const stage = h("div", { class: "gs-layers-stage" });
@@ -35,8 +36,8 @@ export function layerMap(layers, incident) {
       h(
         "div",
         { class: "gs-chips" },
-        press(!state.usual, "layers.norm", () => (state.usual = false)),
         press(state.usual, "layers.usual", () => (state.usual = true)),
+        press(!state.usual, "layers.norm", () => (state.usual = false)),
       ),
       h(
         "div",
@@ -50,7 +51,7 @@ export function layerMap(layers, incident) {
   function draw(width) {
     const chosen = rows();
     const narrow = width < 640;
-    const left = Math.min(narrow ? 130 : 330, Math.max(90, Math.max(...chosen.map((k) => names[k].length)) * 6.4 + 16));
+    const left = Math.min(narrow ? 130 : 330, Math.max(90, Math.max(...chosen.map((k) => names[k].length)) * 6.7 + 16));
     const per = Math.max(1, Math.ceil(chosen.length / 186)); // rows that share a line of at least 3 pixels
     const lines = [];
     for (let k = 0; k < chosen.length; k += per) lines.push(chosen.slice(k, k + per));
@@ -59,7 +60,7 @@ export function layerMap(layers, incident) {
     const wide = Math.max(2, Math.min(26, (width - left - 12) / steps.length));
     const height = lines.length * size;
     const table = lines.map((line) => steps.map((_, column) => gravest(line.map((k) => (state.usual ? against(layers.values[k][column], medians[k]) : layers.values[k][column])))));
-    const range = state.usual ? [-2, 2] : spread(table.flat().filter(finite));
+    const range = state.usual ? around(table.flat().filter(finite)) : spread(table.flat().filter(finite));
     const colours = state.usual ? diverging() : sequential();
     const gap = wide >= 6 && size >= 11 ? 1 : 0;
     const { element, context } = canvas(left + steps.length * wide + 12, height + TOP + 34, { role: "img", "aria-label": t("layers.aria", { count: names.length, steps: steps.length }) });
@@ -125,7 +126,7 @@ export function layerMap(layers, incident) {
       again();
     }
     board.append(element, layer);
-    refill(stage, board, legend(colours, range, table.flat()));
+    refill(stage, board, legend(colours, range, table.flat(), state.usual));
   }
 
   function label(context, lines, size, left) {
@@ -178,21 +179,14 @@ function axis(context, steps, incident, left, wide, height) {
   }
 }
 
-function legend(colours, range, values) {
-  const low = t(range[0] === -2 && range[1] === 2 ? "layers.below" : "layers.small");
-  const high = t(range[0] === -2 && range[1] === 2 ? "layers.above" : "layers.large");
+function legend(colours, range, values, usual) {
+  const times = number(Number((10 ** range[1]).toPrecision(2)));
+  const [low, high] = usual ? [t("layers.below", { times }), t("layers.above", { times })] : [`${t("layers.small")} ${number(10 ** range[0])}`, `${number(10 ** range[1])} ${t("layers.large")}`];
   const stops = Array.from({ length: 24 }, (_, k) => s("rect", { x: k * 6, y: 0, width: 6.5, height: 10, fill: blend(colours, k / 23) }));
-  const usual = range[0] === -2 && range[1] === 2;
   return h(
     "ul",
     { class: "gs-legend" },
-    h(
-      "li",
-      null,
-      `${low} ${usual ? "" : number(10 ** range[0])}`,
-      s("svg", { width: 144, height: 10, "aria-hidden": "true" }, stops),
-      `${usual ? "" : number(10 ** range[1])} ${high}`,
-    ),
+    h("li", null, low, s("svg", { width: 144, height: 10, "aria-hidden": "true" }, stops), high),
     values.some(odd) && h("li", null, h("span", { class: "gs-swatch gs-swatch-bad" }, "×"), t("layers.bad")),
     values.includes(null) && h("li", null, h("span", { class: "gs-swatch gs-swatch-missing" }), t("layers.unknown")),
   );
@@ -226,6 +220,14 @@ function spread(values) {
   const at = (share) => order[Math.min(order.length - 1, Math.floor(share * order.length))];
   const [low, high] = [at(0.01), at(0.99)];
   return high > low ? [low, high] : [low - 0.5, low + 0.5];
+}
+
+/** As far below as above the usual: what nearly all cells keep within, 3 to 1,000 times. */
+function around(values) {
+  const sizes = values.map(Math.abs).sort((a, b) => a - b);
+  const most = sizes.length ? sizes[Math.min(sizes.length - 1, Math.floor(0.998 * sizes.length))] : 0;
+  const reach = Math.min(3, Math.max(0.5, most));
+  return [-reach, reach];
 }
 
 function cross(context, x, y, w, tall, colour) {

@@ -206,7 +206,7 @@ function labelled(plan, facet, x0, y0, size) {
   const every = (count) => Math.max(1, 2 ** Math.ceil(Math.log2(Math.max(1, (22 / size) * (count > 99 ? 1.3 : 1)))));
   const made = [];
   const struck = facet.put.filter(({ cell }) => isHot(cell)).length;
-  if (facet.title) made.push(s("text", { class: struck ? "gs-facet gs-facet-hot" : "gs-facet", x: x0, y: y0 - 7 }, facet.title, struck > 0 && s("tspan", { dx: 8, class: "gs-facet-count" }, counted("ranks.struck", struck, whole(struck)))));
+  if (facet.title) made.push(s("text", { class: struck ? "gs-facet gs-facet-hot" : "gs-facet", x: x0, y: y0 - 7 }, facet.title, struck > 0 && s("tspan", { dx: 6, class: "gs-facet-count" }, " ", counted("ranks.struck", struck, whole(struck)))));
   if (plan.down) {
     for (let row = 0; row < plan.rows; row += every(plan.rows)) made.push(s("text", { class: "gs-axis", x: x0 - 5, y: y0 + (row + 0.5) * size, dy: "0.32em", "text-anchor": "end" }, row === 0 ? `${plan.down} 0` : String(row)));
     for (let column = 0; column < plan.columns; column += every(plan.columns)) made.push(s("text", { class: "gs-axis", x: x0 + (column + 0.5) * size - 1, y: under, "text-anchor": "middle" }, column === 0 ? `${plan.across} 0` : String(column)));

@@ -46,7 +46,7 @@ export async function comparePage(app) {
     const columns = ["run", "state", "applied", "useful", "incidents", "lost", "starts"];
     const rows = found.map((run, k) => {
       const n = run?.numbers ?? {};
-      return h("tr", null, h("td", { class: "gs-mono" }, h("a", { href: app.link("", null, state.chosen[k]) }, state.chosen[k])), ...(run ? [h("td", null, label("state", run.state)), num(whole(n.applied ?? null)), num(percent(n.useful_share, 2)), num(whole(n.incidents ?? 0)), num(whole(n.lost_batches ?? null)), num(whole(run.starts ?? null))] : [h("td", { colspan: 6 }, t("compare.unreadable"))]));
+      return h("tr", null, h("td", { class: "gs-mono" }, h("a", { href: app.link("", null, state.chosen[k]) }, state.chosen[k])), ...(run ? [h("td", null, label("state", run.state)), num(whole(n.applied ?? run.steps ?? null)), num(percent(n.useful_share, 2)), num(whole(n.incidents ?? 0)), num(whole(n.lost_batches ?? null)), num(whole(run.starts ?? null))] : [h("td", { colspan: 6 }, t("compare.unreadable"))]));
     });
     refill(board, h("div", { class: "gs-scroll" }, h("table", { class: "gs-table" }, h("thead", null, h("tr", null, columns.map((name, k) => h("th", { scope: "col", class: k > 1 ? "gs-num" : null }, label("column", name))))), h("tbody", null, rows))));
   }

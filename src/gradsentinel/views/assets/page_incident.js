@@ -74,7 +74,7 @@ function todo(data) {
 
 function verdict(incident) {
   const d = incident.diagnosis;
-  const sure = d && finite(d.confidence);
+  const sure = d && finite(d.confidence) && d.confidence > 0;
   const top = h(
     "div",
     { class: "gs-verdict-top" },

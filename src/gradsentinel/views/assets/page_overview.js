@@ -14,6 +14,7 @@ const GRAVE = ["critical", "error", "warning"];
 /** Return the page. */
 export async function overviewPage(app) {
   const [run, incidents] = await Promise.all([app.source.run(app.run, app.lang), app.source.incidents(app.run, app.lang)]);
+  if (run.reading < 1) app.soon();
   const chart = timeline({ load: (what) => app.source.timeline(app.run, what), open: app.openIncident });
   app.refreshes(chart.refresh);
   const page = h("div", { class: "gs-page gs-overview" }, status(run), run.reading < 1 ? h("p", { class: "gs-quiet" }, t("overview.reading", { share: percent(run.reading, 0) })) : null, run.problems?.length ? problems(run.problems) : null);

@@ -44,10 +44,11 @@ export function snapshotTrack(run, large) {
     );
   });
   const lost = newest ? (run.steps ?? newest.step) - newest.step : null;
-  const verdict = newest ? t("safety.newest", { step: whole(newest.step), steps: whole(Math.max(0, lost)) }) : t("safety.no_good");
+  const past = !newest && snapshots.every((one) => one.state === "gone");
+  const verdict = past ? t("safety.gone") : newest ? t("safety.newest", { step: whole(newest.step), steps: whole(Math.max(0, lost)) }) : t("safety.no_good");
   const present = STATES.filter((name) => snapshots.some((one) => known(one.state) === name));
   root.append(
-    h("p", { class: newest ? "gs-verdict" : "gs-verdict gs-verdict-bad" }, verdict),
+    h("p", { class: newest || past ? "gs-verdict" : "gs-verdict gs-verdict-bad" }, verdict),
     stage,
     h("ul", { class: "gs-legend" }, present.map((name) => h("li", { class: `gs-snap gs-snap-${name}` }, s("svg", { width: 16, height: 16, viewBox: "-8 -8 16 16", "aria-hidden": "true" }, figure(name, 5.5)), label("snapshot", name)))),
   );

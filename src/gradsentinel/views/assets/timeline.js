@@ -79,6 +79,11 @@ export function timeline({ load, open, around = null, here = null, compact = fal
 
   function dress() {
     const { tags } = state.full;
+    if (!tags.length) {
+      refill(bar);
+      refill(foot);
+      return;
+    }
     const chips = tags.slice(0, 40).map((tag) =>
       h(
         "button",
