@@ -125,7 +125,7 @@ class DeviceGuard(HostGuard):
         self._checked = -1
         self._warm: set[int] = set()
         watch.run.scene.buffers.may_wait = False
-        watch.run.decides_late = True
+        watch.run.decides_late, watch.run.lag = True, lag
         self._check()
 
     def step(

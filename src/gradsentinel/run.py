@@ -81,6 +81,8 @@ class Run:
     """Where the last good state was saved when the run was aborted."""
     optimizers: Sequence[Optimizer] = ()
     """The optimizers of the step in flight."""
+    lag: int = 0
+    """So many steps later the host hears of a step; 0 if it decides before the step."""
     decides_late: bool = False
     """True if the device drops bad steps by itself (`guard="device"`), and the host hears of it later."""
     late_step: int | None = None

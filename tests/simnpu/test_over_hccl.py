@@ -10,7 +10,17 @@ from on_npu import run_ranks_on_npu
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from gradsentinel import Action, BeforeClip, Finding, Kind, NanCallback, Retry, Rollback, Sentinel
+from gradsentinel import (
+    Action,
+    BeforeClip,
+    ConfigurationError,
+    Finding,
+    Kind,
+    NanCallback,
+    Retry,
+    Rollback,
+    Sentinel,
+)
 
 STEPS = 14
 BAD = 9
@@ -189,6 +199,25 @@ def test_the_promises_hold_over_hccl(tmp_path, kind):
         assert pinned
         assert all(pinned)
     assert one["bad host"][2] == other["bad host"][2] == one["bad device"][2]
+
+
+def guarded(rank, folder, lags):
+    model, wrapped, optimizer = make(rank, "ddp")
+    del model
+    guard = {"guard": "host"} if lags[rank] is None else {"guard": "device", "lag": lags[rank]}
+    try:
+        Sentinel(wrapped, optimizer, run_dir=folder, **guard).close()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_would_hear_of_an_incident_at_different_steps_are_refused(tmp_path):
+    for lags, words in (((2, 3), "lag=3"), ((2, None), "guard='host'")):
+        for said in run_ranks_on_npu(guarded, 2, tmp_path, tmp_path / words, lags):
+            assert "different" in said
+            assert words in said
 
 
 def table(rank):

@@ -185,3 +185,15 @@ def test_a_failure_of_ours_is_logged_and_told_without_details(tmp_path, monkeypa
     answer = ask(Tab(str(tmp_path)), "/run", name="a")
     assert (answer.code, answer.data) == (500, {"error": "the server failed: RuntimeError, see its log"})
     assert "the secret of the server" in caplog.text
+
+
+def test_names_that_are_no_unicode_are_shown_as_well_as_they_can_be(tmp_path):
+    write_incident(tmp_path / "a", 1, message="cut \udcff off")
+    try:
+        write_steps(tmp_path / "b\udcff", [1.0])
+    except OSError:
+        pytest.skip("this file system takes Unicode names only")
+    tab = Tab(str(tmp_path))
+    assert {one["name"] for one in ask(tab, "/runs").data} == {"a", "b?"}
+    assert ask(tab, "/incidents", name="a").data[0]["message"] == "cut ? off"
+    assert ask(tab, "/run", name="b?").code == 404

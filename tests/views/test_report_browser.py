@@ -133,6 +133,16 @@ def test_nothing_of_the_run_is_run(page, run_dir):
     assert {url.partition("#")[0] for url in page.requests} == {page.url.partition("#")[0]}
 
 
+def test_characters_that_hide_or_turn_text_are_seen(page, run_dir):
+    write_steps(run_dir, [2.0, 2.0])
+    incident = write_incident(run_dir, 1, message="weights\u202egnp.exe\u200b", tensors=("a\u2066b",))
+    show(page, run_dir, f"incident/{incident.id}")
+    text = page.get_by_test_id("gs-incident-page").inner_text()
+    assert "weights\\u202egnp.exe\\u200b" in text
+    assert "a\\u2066b" in text
+    assert not set(text) & set("\u202e\u200b\u2066")
+
+
 def test_the_policy_stops_what_would_ask_outside_or_run(page, run_dir):
     train(run_dir, steps=4)
     show(page, run_dir)

@@ -76,7 +76,7 @@ def _without_place(without: Sequence[tuple[int, str]]) -> str:
 
 
 def compare_settings(run: Run, bus: Bus) -> None:
-    """Compare the callbacks and their settings over the ranks; called on every rank, at the start.
+    """Compare the callbacks, their settings and the guard over the ranks; called on every rank, at the start.
 
     Only a hash travels unless there is a difference.
 
@@ -90,6 +90,7 @@ def compare_settings(run: Run, bus: Bus) -> None:
         + _interval(callback)
         for callback in bus.callbacks
     ]
+    mine.append(f"guard='device', lag={run.lag}" if run.decides_late else "guard='host'")
     digest = _digest("\n".join(mine))
     digests = run.consensus.gather(digest)
     if len(set(digests)) == 1:

@@ -111,8 +111,8 @@ def _data(library: _Library, answer: Callable[[Views, Query], Any], query: Query
     body = json.dumps(
         answer(library.views(), query), ensure_ascii=False, allow_nan=False, separators=(",", ":")
     )
-    # Names of files that are not UTF-8 hold lone surrogates; escaped they are still JSON.
-    return _TYPES[".json"], body.encode(errors="backslashreplace")
+    # Names of files that are not UTF-8 hold lone surrogates, which no browser can put into an address.
+    return _TYPES[".json"], body.encode(errors="replace")
 
 
 def _asset(file: Any, kind: str, _: Query) -> tuple[str, bytes]:
