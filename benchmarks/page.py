@@ -203,7 +203,8 @@ def _viewing(results: dict[str, Any]) -> str:
         for name, one in found["routes"].items()
     ]
     rows.append(["timeline, 100 more steps each time", "-", f"{found['grown_ms']:.1f} ms", "-"])
-    return _rows(["asked for", "first answer", "later ones", "sent"], rows)
+    text = _rows(["asked for", "first answer", "later ones", "sent"], rows)
+    return f"{text}\n\nIn {found['clock']}, one thread."
 
 
 def _adapters(results: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from gradsentinel import Action, Incident, NanCallback, Sentinel, Severity
-from gradsentinel.callbacks.tensorboard import markdown
+from gradsentinel.sinks.markdown import markdown
 from gradsentinel.ranks.consensus import LocalConsensus
 from gradsentinel.ranks.topology import Rank
 from gradsentinel.terminal import incident_story

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,6 +38,9 @@ from gradsentinel.state.staging import Staging
 from gradsentinel.state.tree import clone_tree
 from gradsentinel.store import RunDirectory
 
+if TYPE_CHECKING:
+    from gradsentinel.callback import Callback
+
 logger = logging.getLogger("gradsentinel")
 
 
@@ -64,6 +67,8 @@ class Run:
     diagnosers: list[Callable[[Incident, Run], None]] = field(default_factory=list)
     """What callbacks add in `on_run_start` to complete an incident, after everybody else; each is called on
     every rank, and may communicate."""
+    callbacks: Sequence[Callback] = ()
+    """All callbacks of the run, in order of registration."""
     explicit_directory: bool = True
     """False when the run directory was not named and is only made when there is something to keep."""
     step: int = 0

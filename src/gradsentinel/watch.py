@@ -54,7 +54,7 @@ class Watch:
         self._generation = 0
         self._due: tuple[bool, ...] = ()
         """What is due after the step in flight, as agreed: settling, and a comparison for each comparer."""
-        run.remember = lambda: self.state_dict()["callbacks"]
+        run.remember, run.callbacks = lambda: self.state_dict()["callbacks"], self.bus.callbacks
 
     # -- what the loop or the adapter calls ----------------------------------------------------------
 

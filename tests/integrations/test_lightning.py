@@ -230,6 +230,13 @@ def test_a_healthy_run_resumed_ends_as_one_that_was_never_interrupted(tmp_path):
     assert differences(whole.lightning_module.state_dict(), resumed.lightning_module.state_dict()) == []
 
 
+def test_a_fit_without_training_leaves_nothing_behind(tmp_path):
+    trainer = fit(Task(), native(tmp_path, NanCallback()), limit_train_batches=0)
+    assert trainer.global_step == 0
+    assert "process_dataloader" not in vars(trainer.strategy)
+    assert not tmp_path.joinpath("incidents").exists()
+
+
 def test_fit_twice_goes_on_with_fresh_callbacks(tmp_path):
     record = Recorder()
     given = native(tmp_path, record, NanCallback(), Rollback(every=2, confirm_after=1))

@@ -3,15 +3,18 @@
 from gradsentinel.faults.bit import FlipBit
 from gradsentinel.faults.draw import random_faults
 from gradsentinel.faults.fault import Fault
+from gradsentinel.faults.field import SpoilField
 from gradsentinel.faults.injection import Injection
 from gradsentinel.faults.overflow import MatmulOverflow
 from gradsentinel.faults.plan import Attachment, FaultPlan
 from gradsentinel.faults.poison import PoisonActivation, PoisonGradient
 from gradsentinel.faults.sample import PoisonSample
+from gradsentinel.faults.setting import ChangeSetting
 from gradsentinel.faults.wrong_operator import WrongOperator
 
 __all__ = [
     "Attachment",
+    "ChangeSetting",
     "Fault",
     "FaultPlan",
     "FlipBit",
@@ -20,6 +23,7 @@ __all__ = [
     "PoisonActivation",
     "PoisonGradient",
     "PoisonSample",
+    "SpoilField",
     "WrongOperator",
     "random_faults",
 ]

@@ -11,6 +11,7 @@ import pytest
 
 from gradsentinel import NanCallback, Retry, Rollback
 from gradsentinel.errors import ConfigurationError
+from gradsentinel.integrations.megatron.launch import Launch
 from gradsentinel.integrations.megatron.options import MODULES, make_callbacks, parse
 from gradsentinel.store import RunDirectory
 
@@ -76,6 +77,14 @@ def test_callbacks_are_named_with_literal_arguments():
 def test_wrong_callbacks_are_refused_and_nothing_is_run(text, says):
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         make_callbacks(text)
+
+
+def test_a_script_that_trains_nothing_is_told_that_nothing_was_watched(tmp_path, caplog):
+    script = tmp_path / "empty.py"
+    script.write_text("import sys\nassert sys.argv[1:] == ['x']\n")
+    Launch(parse([str(script), "x"])).run()
+    assert "nothing was watched" in caplog.text
+    assert "--gs-module" in caplog.text
 
 
 def launch(folder: Path, *words: str, watched: bool = True) -> str:

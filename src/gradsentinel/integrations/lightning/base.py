@@ -132,6 +132,10 @@ class SentinelCallback(Native, Base):
         """End the run."""
         self._end(pl_module, None)
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let go of a fit without any training batches."""
+        self._let_go()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the run by somebody's exception, which goes on its way unchanged."""
         self._end(pl_module, exception)
