@@ -23,7 +23,7 @@ class ChildFailedError(AssertionError):
 
 
 def run_on_npu(
-    function: Callable[..., Any], *args: Any, timeout: float = 90.0, saturating: bool = False
+    function: Callable[..., Any], *args: Any, timeout: float = 240.0, saturating: bool = False
 ) -> Any:
     """Call `function(*args)` in a child that has a simulated NPU, and return what it returns."""
     return _run([(None, function, args)], timeout, saturating=saturating)[0]
@@ -34,7 +34,7 @@ def run_ranks_on_npu(
     world_size: int,
     folder: Path,
     *args: Any,
-    timeout: float = 90.0,
+    timeout: float = 240.0,
     saturating: bool = False,
 ) -> list[Any]:
     """Call `function(rank, *args)` on each rank over simulated HCCL and return the results by rank."""

@@ -175,7 +175,7 @@ def everything(rank, folder, kind):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_promises_hold_over_hccl(tmp_path, kind):
-    ranks = run_ranks_on_npu(everything, 2, tmp_path, tmp_path, kind, timeout=150.0)
+    ranks = run_ranks_on_npu(everything, 2, tmp_path, tmp_path, kind)
     one, other = ranks
     for found in ranks:
         for guard in ("host", "device"):

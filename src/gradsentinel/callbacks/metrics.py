@@ -119,8 +119,8 @@ class GathersNumbers(Callback):
 class MetricsCallback(GathersNumbers):
     """Hands numbers and incidents to sinks, such as `MLflowSink`; each in a thread that nobody waits for.
 
-    A sink that is slow or fails never holds up training: what waits for it is bounded, what is lost is counted and
-    logged. Called on: every rank; rank 0 writes.
+    A sink that is slow or fails never holds up training: what waits for it is bounded, what is lost is counted
+    and logged. Called on: every rank; rank 0 writes.
     """
 
     sink: MetricsSink | Sequence[MetricsSink] | None = field(default=None, repr=False)

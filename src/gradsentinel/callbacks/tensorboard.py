@@ -123,12 +123,13 @@ def settings_of(callbacks: Sequence[Callback]) -> Iterator[tuple[str, str | floa
             value = getattr(callback, one.name, None)
             if isinstance(value, Action):
                 value = value.label
-            plain = isinstance(value, (bool, int, float)) and math.isfinite(value)
-            yield f"{kind}/{one.name}", value if plain else str(value)
+            if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+                value = str(value)
+            yield f"{kind}/{one.name}", value
 
 
 def _histograms(incident: Incident, run: Run) -> Iterator[tuple[str, Histogram]]:
-    """Yield histograms of the tensors that an incident names, as this rank holds them; waits for the device."""
+    """Yield histograms of the tensors that an incident names, as held here; waits for the device."""
     names = {tensor.name for tensor in incident.tensors[:_MOST_SUSPECTS]}
     for name, parameter in run.host.named_parameters():
         if name not in names:

@@ -11,6 +11,8 @@ from gradsentinel.errors import ConfigurationError
 
 _MOST = 1000
 """Metrics that MLflow takes in one call."""
+_MOST_WAITING = 100_000
+"""Metrics that are kept while a server cannot be reached; the oldest go first."""
 _REFUSED = re.compile(r"[^\w\-./ :]")
 """Characters that a name in MLflow cannot have."""
 
@@ -18,8 +20,8 @@ _REFUSED = re.compile(r"[^\w\-./ :]")
 class MLflowSink:
     """Logs to a run of MLflow, through its client; needs gradsentinel[mlflow].
 
-    Numbers become metrics `gradsentinel/<name>`, texts become artifacts `gradsentinel/<tag>-<step>.md`. No run
-    of MLflow's own fluent interface is touched.
+    Numbers become metrics `gradsentinel/<name>`, texts artifacts `gradsentinel/<tag>-<step>.md`. The active
+    run of MLflow's fluent interface is left alone.
 
     Args:
         tracking_uri: a server, or a file such as `sqlite:///mlflow.db`; None takes MLflow's own setting.
@@ -39,9 +41,7 @@ class MLflowSink:
         try:
             from mlflow.tracking import MlflowClient  # noqa: PLC0415 - an optional dependency
         except ImportError as error:
-            raise ConfigurationError(
-                "MLflowSink needs mlflow: pip install 'gradsentinel[mlflow]'"
-            ) from error
+            raise ConfigurationError("MLflowSink needs mlflow: pip install 'gradsentinel[mlflow]'") from error
         self._make_client = MlflowClient
         self._tracking_uri, self._experiment, self._run_name = tracking_uri, experiment, run_name
         self._owned = run_id is None
@@ -51,13 +51,12 @@ class MLflowSink:
         self._waiting: list[Any] = []
 
     def scalars(self, step: int, numbers: Mapping[str, float], time: float | None = None) -> None:
-        """Keep numbers of a step; they are sent with `flush`, or when there are many."""
+        """Keep numbers of a step; they are sent with `flush`."""
         from mlflow.entities import Metric  # noqa: PLC0415 - an optional dependency
 
         at = int((clock.time() if time is None else time) * 1000)
         self._waiting += [Metric(_name(name), value, at, step) for name, value in numbers.items()]
-        if len(self._waiting) >= _MOST:
-            self.flush()
+        del self._waiting[:-_MOST_WAITING]
 
     def text(self, step: int, tag: str, markdown: str) -> None:
         """Send a text."""

@@ -43,8 +43,8 @@ class Outbox(Generic[T]):
         self.failed = 0
         """So many things the function did not take."""
 
-    def put(self, thing: T) -> None:
-        """Take a thing and return at once."""
+    def put(self, thing: T, *, first: bool = False) -> None:
+        """Take a thing and return at once; `first` puts it before all that wait."""
         with self._changed:
             if self._closed:
                 self.dropped += 1
@@ -54,7 +54,10 @@ class Outbox(Generic[T]):
                 self.dropped += 1
                 if self.dropped & (self.dropped - 1) == 0:  # at 1, 2, 4, 8 ...
                     logger.warning("%s does not keep up: %d dropped so far", self._name, self.dropped)
-            self._waiting.append(thing)
+            if first:
+                self._waiting.appendleft(thing)
+            else:
+                self._waiting.append(thing)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -69,7 +72,7 @@ class Outbox(Generic[T]):
             return len(self._waiting) + self._busy
 
     def close(self, patience: float) -> int:
-        """Wait as `wait` does, take nothing more, and let the thread end; returns how many things are left."""
+        """Wait as `wait` does, take nothing more, and let the thread end; returns what `wait` does."""
         left = self.wait(patience)
         with self._changed:
             self._closed = True

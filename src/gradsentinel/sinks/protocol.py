@@ -34,7 +34,7 @@ def check_sink(sink: Any) -> MetricsSink:
     missing = [name for name in ("scalars", "text", "close") if not callable(getattr(sink, name, None))]
     if missing:
         raise ConfigurationError(
-            f"{type(sink).__name__} cannot be a sink: it has no {', '.join(f'{name}()' for name in missing)}; "
+            f"{type(sink).__name__} cannot be a sink: it has no {' and no '.join(missing)}; "
             "a sink has scalars(step, numbers), text(step, tag, markdown) and close()"
         )
     found: MetricsSink = sink

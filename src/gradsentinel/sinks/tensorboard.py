@@ -27,7 +27,7 @@ class TensorBoardSink:
         if writer is None:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional dependency
 
-            writer = SummaryWriter(log_dir=os.fspath(log_dir))  # type: ignore[no-untyped-call, arg-type]
+            writer = SummaryWriter(log_dir=os.fspath(log_dir))  # type: ignore[arg-type]
         self.writer = writer
         self._summary = _summary_class(writer)
         """What holds all numbers of a step; None if the writer takes them one by one only."""
@@ -75,7 +75,7 @@ class TensorBoardSink:
             return
         from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415 - an optional dependency
 
-        summaries = hparams(dict(settings), {f"{PREFIX}loss": 0.0})  # type: ignore[no-untyped-call]
+        summaries = hparams(dict(settings), {f"{PREFIX}loss": 0.0})
         for summary in summaries[:2]:  # the third would say that the run has ended
             self.writer._get_file_writer().add_summary(summary, 0)
 
