@@ -88,7 +88,8 @@ class Reader:
         run(self.page, block, self.names)
         if block.language == "python":
             expected = following.code if following is not None and following.language == "text" else ""
-            assert self.printed() == expected, f"{self.page.name}:{block.line}"
+            printed = self.printed()
+            assert printed == expected, f"{self.page.name}:{block.line}: {printed!r}"
 
     def console(self, block: Block) -> None:
         """Type each command, and find the lines below it in what it prints, in this order."""

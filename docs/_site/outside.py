@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,26 @@ def text_of(target: Path) -> str:
         return f"# `{name}/`\n\n" + "\n".join(f"- `{file}`" for file in files) + "\n"
     content = target.read_text(encoding="utf-8")
     if target.suffix == ".md":
-        # its links are relative to where it lies: without their targets they are only words
-        return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", content)
+        return moved(content, target)
     fence = "`" * 4
     return f"# `{name}`\n\n{fence}{LANGUAGES.get(target.suffix, 'text')}\n{content}\n{fence}\n"
+
+
+def moved(markdown: str, source: Path) -> str:
+    """Return a page with its links led from its new place: into docs/, or else, as words, nowhere."""
+    page = ROOT / "docs" / page_of(source)
+
+    def lead(match: re.Match[str]) -> str:
+        target, _, anchor = match[3].partition("#")
+        place = (source.parent / target).resolve()
+        if not target or "://" in target:
+            return match[0]
+        if not place.is_relative_to(ROOT / "docs") or not place.exists():
+            return match[2]
+        end = f"#{anchor}" if anchor else ""
+        return f"{match[1]}[{match[2]}]({os.path.relpath(place, page.parent)}{end})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]*)\)", lead, markdown)
 
 
 def outside(markdown: str, docs_dir: Path, page: str) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from gradsentinel import ambient
 from gradsentinel.again.scene import Scene
 from gradsentinel.callback import Callback, Responder
 from gradsentinel.devices import device_of
@@ -45,7 +46,7 @@ def with_defaults(callbacks: Sequence[Callback] | None, device: torch.device | N
 
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
         raise ConfigurationError(f"callbacks must be a list, got {type(callbacks).__name__}")
-    full = list(callbacks)
+    full = [*ambient.callbacks(), *callbacks]
     if not any(isinstance(callback, Callback) and _watches(callback) for callback in full):
         logger.warning("none of the callbacks detects anything: add NanCallback() to be protected")
     if device is not None and device_of(device).saturates:

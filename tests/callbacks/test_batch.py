@@ -494,7 +494,7 @@ def healthy(name):  # noqa: C901 - a list of cases
                 "nested": torch.nested.nested_tensor([rand(2, 3), rand(3, 3)], layout=torch.jagged),
                 "quantized": torch.quantize_per_tensor(rand(4), 0.1, 0, torch.quint8),
                 "bits": torch.zeros(4, dtype=torch.uint8).view(torch.bits8),
-                "f4": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+                "f4": torch.zeros(4, dtype=torch.uint8).view(getattr(torch, "float4_e2m1fn_x2", torch.bits8)),
                 "named": rand(6, 5).as_subclass(Named),
                 "expanded": rand(1, 5).expand(6, 5),
                 "conj": torch.complex(rand(6, 5), rand(6, 5)).conj(),

@@ -1,6 +1,11 @@
 """What a person finds in TensorBoard afterwards."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from gradsentinel import ConfigurationError, NanCallback, Rollback, Sentinel, TensorBoardCallback
+from gradsentinel.sinks.rows import BUNCH
 
 NAN = float("nan")
 
@@ -108,3 +114,116 @@ def test_a_writer_that_was_given_is_used_and_left_open(run_dir):
 def test_no_step_is_no_interval():
     with pytest.raises(ConfigurationError, match="every=0"):
         TensorBoardCallback(every=0)
+
+
+def set_clock(monkeypatch, start, tick):
+    """Each step takes so many seconds; returns the time, in a list."""
+    now = [start]
+
+    def time():
+        now[0] += tick
+        return now[0]
+
+    monkeypatch.setattr("gradsentinel.sinks.rows.time", SimpleNamespace(time=time))
+    return now
+
+
+def test_numbers_are_handed_over_in_bunches_with_the_time_of_each_step(run_dir, monkeypatch):
+    set_clock(monkeypatch, 1000.0, 0.1)
+    calls = []
+    monkeypatch.setattr(
+        "gradsentinel.sinks.tensorboard.TensorBoardSink.flush",
+        lambda sink: (calls.append(1), sink.writer.flush()),
+    )
+    train(run_dir, TensorBoardCallback(), steps=2 * BUNCH + 5)
+    monkeypatch.undo()
+    events = read(run_dir).Scalars("gradsentinel/loss")
+    assert len(events) == 2 * BUNCH + 5
+    assert len(calls) == 3
+    times = [event.wall_time for event in events]
+    assert times[0] == pytest.approx(1000.1)
+    assert all(
+        later - earlier == pytest.approx(0.1) for earlier, later in zip(times, times[1:], strict=False)
+    )
+
+
+def test_slow_steps_do_not_wait_for_a_bunch(run_dir, monkeypatch):
+    now = set_clock(monkeypatch, 0.0, 8.0)
+    seen = []
+    monkeypatch.setattr(
+        "gradsentinel.sinks.tensorboard.TensorBoardSink.scalars",
+        lambda sink, step, numbers, time=None: seen.append((step, now[0])),
+    )
+    train(run_dir, TensorBoardCallback(), steps=6)
+    assert [step for step, _ in seen] == list(range(6))
+    assert all(at - 8.0 * (step + 1) <= 16.0 for step, at in seen)
+
+
+def test_an_exception_loses_nothing(run_dir):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    callbacks = [NanCallback(), TensorBoardCallback()]
+    with (  # noqa: PT012 - the loop is what fails
+        pytest.raises(KeyError),
+        Sentinel(model, optimizer, callbacks=callbacks, run_dir=run_dir) as sentinel,
+    ):
+        for number, batch in enumerate(sentinel.steps([torch.randn(8, 4) for _ in range(8)])):
+            if number == 5:
+                raise KeyError
+            sentinel.backward(model(batch).square().mean())
+            sentinel.step(max_norm=1.0)
+    assert [event.step for event in read(run_dir).Scalars("gradsentinel/loss")] == list(range(5))
+
+
+KILLED = """
+import os, signal, sys, torch
+from torch import nn
+from gradsentinel import NanCallback, Sentinel, TensorBoardCallback
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+sentinel = Sentinel(model, optimizer, callbacks=[NanCallback(), TensorBoardCallback()], run_dir=sys.argv[1])
+for number, batch in enumerate(sentinel.steps([torch.randn(8, 4)] * 100)):
+    if number == 70:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sentinel.backward(model(batch).square().mean())
+    sentinel.step()
+"""
+
+
+def test_kill_9_loses_a_bunch_at_most(run_dir):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(run_dir)], check=False, env={**os.environ})  # noqa: S603 - ours
+    assert done.returncode == -signal.SIGKILL
+    steps = [event.step for event in read(run_dir).Scalars("gradsentinel/loss")]
+    assert steps == list(range(len(steps)))
+    assert len(steps) >= 70 - BUNCH
+
+
+def test_the_suspects_of_an_incident_have_histograms(run_dir):
+    train(run_dir, TensorBoardCallback(), bad={3})
+    found = read(run_dir)
+    tags = set(found.Tags()["histograms"])
+    assert "gradsentinel/suspects/0.weight/values" in tags
+    (event,) = found.Histograms("gradsentinel/suspects/0.weight/values")
+    assert event.step == 3
+    assert event.histogram_value.num == 16
+
+
+def test_the_settings_of_the_callbacks_are_hparams_of_the_run(run_dir):
+    train(run_dir, TensorBoardCallback(every=2))
+    assert len(list(run_dir.rglob("events.out.tfevents*"))) == 1  # no run beside the run
+    metadata = read(run_dir).SummaryMetadata("_hparams_/session_start_info")
+    assert metadata.plugin_data.plugin_name == "hparams"
+    text = metadata.plugin_data.content
+    assert b"TensorBoardCallback/every" in text
+    assert b"NanCallback/action" in text
+
+
+def test_a_parameter_named_like_markup_cannot_break_the_table(run_dir):
+    from gradsentinel.sinks.markdown import markdown  # noqa: PLC0415 - only here
+
+    _, sentinel = train(run_dir, bad={1})
+    incident = sentinel.incidents[0]
+    incident.message = "a | b\n# <script>alert(1)</script> `x`"
+    text = markdown(incident)
+    assert "<script>" not in text
+    assert "\n# " not in text

@@ -14,7 +14,8 @@ from gradsentinel import Action, Incident, NanCallback, Sentinel
 
 def _finite(tensor: Tensor) -> bool:
     numbers = tensor.is_floating_point() or tensor.is_complex()
-    if tensor.device.type == "meta" or not numbers or tensor.dtype is torch.float4_e2m1fn_x2:
+    packed = tensor.dtype is getattr(torch, "float4_e2m1fn_x2", None)  # torch 2.8 and newer have it
+    if tensor.device.type == "meta" or not numbers or packed:
         return True
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values.double()

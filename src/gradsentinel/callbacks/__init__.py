@@ -9,7 +9,10 @@ from gradsentinel.callbacks.headroom import HeadroomCallback
 from gradsentinel.callbacks.loss_scale import LossScaleCallback
 from gradsentinel.callbacks.lr_backoff import LearningRateBackoff
 from gradsentinel.callbacks.magnitude import MagnitudeCallback
+from gradsentinel.callbacks.metrics import MetricsCallback
 from gradsentinel.callbacks.nan import NanCallback
+from gradsentinel.callbacks.notify import Notify
+from gradsentinel.callbacks.prometheus import PrometheusCallback
 from gradsentinel.callbacks.rescue import Rescue
 from gradsentinel.callbacks.resync import Resync
 from gradsentinel.callbacks.retry import Retry
@@ -35,7 +38,10 @@ __all__ = [
     "LearningRateBackoff",
     "LossScaleCallback",
     "MagnitudeCallback",
+    "MetricsCallback",
     "NanCallback",
+    "Notify",
+    "PrometheusCallback",
     "Rescue",
     "Resync",
     "Retry",

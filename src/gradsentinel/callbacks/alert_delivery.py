@@ -121,7 +121,7 @@ class Command:
         found = shutil.which(words[0])
         if found is None:
             raise ConfigurationError(
-                f"command=: there is no program {printable(words[0])}; no shell is used, so name an executable"
+                f"command=: there is no program {printable(words[0])}; no shell is used: name an executable"
             )
         self._words, self._timeout = [found, *words[1:]], timeout
         self.target = Path(found).name

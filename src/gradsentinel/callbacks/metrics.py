@@ -119,7 +119,7 @@ class GathersNumbers(Callback):
 class MetricsCallback(GathersNumbers):
     """Hands numbers and incidents to sinks, such as `MLflowSink`; each in a thread that nobody waits for.
 
-    A sink that is slow or fails never holds up training: what waits for it is bounded, what is lost is counted
+    A sink that is slow or fails never holds up training; what waits is bounded, what is lost is counted
     and logged. Called on: every rank; rank 0 writes.
     """
 

@@ -76,9 +76,7 @@ class Feed:
         self._journal.rest()
         self._probe.before(self._scale.scale if self._scale is not None else 1.0)
         if self._plan is None:
-            self.truths[number] = self._probe.try_fault(
-                self._all, self._seed, number, self._batches[number]
-            )
+            self.truths[number] = self._probe.try_fault(self._all, self._seed, number, self._batches[number])
         self._journal.draw(number)
 
     def as_dict(self) -> dict[str, Any]:

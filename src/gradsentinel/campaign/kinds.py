@@ -53,28 +53,28 @@ class Kind:
     needs_scaler: bool = False
 
 
-def _attention(when: dict[str, Any], dice: Dice, site: Site) -> Fault:
+def _attention(when: dict[str, Any], _dice: Dice, _site: Site) -> Fault:
     # The third product of the module is query @ key^T: the attention logits.
     return MatmulOverflow(module="*blocks.*.attn", nth=2, dtype=torch.float16, **when)
 
 
-def _infinite(when: dict[str, Any], dice: Dice, site: Site) -> Fault:
+def _infinite(when: dict[str, Any], dice: Dice, _site: Site) -> Fault:
     value = dice.choice((math.inf, -math.inf), "value")
     return PoisonSample(field=dice.choice(("weight", "mask"), "field"), value=value, **when)
 
 
-def _outlier(when: dict[str, Any], dice: Dice, site: Site) -> Fault:
+def _outlier(when: dict[str, Any], dice: Dice, _site: Site) -> Fault:
     factor = dice.choice((1e3, 1e38), "factor")
     return SpoilField(field="weight", change="scale", factor=factor, position=0, **when)
 
 
-def _operator(when: dict[str, Any], dice: Dice, site: Site) -> Fault:
+def _operator(when: dict[str, Any], dice: Dice, _site: Site) -> Fault:
     operator = dice.choice(("uninitialised_rows", "sign_flip", "zero"), "operator")
     return WrongOperator(operator=operator, module="*blocks.*.mlp.*", **when)
 
 
 def _flip(target: Any) -> Make:
-    def make(when: dict[str, Any], dice: Dice, site: Site) -> Fault:
+    def make(when: dict[str, Any], dice: Dice, _site: Site) -> Fault:
         return FlipBit(target=target, bit=dice.below(32, "which bit"), **when)
 
     return make
@@ -122,7 +122,7 @@ KINDS: tuple[Kind, ...] = (
         name="adam-eps",
         family="precision",
         cause="optimizer",
-        persistence=_ALWAYS,
+        persistence=_ONCE,
         make=lambda when, _, site: ChangeSetting(owner=site.optimizer, name="eps", value=0.0, **when),
     ),
     Kind(
@@ -141,9 +141,7 @@ KINDS: tuple[Kind, ...] = (
         persistence=_ONCE,
         make=_flip("activation"),
     ),
-    Kind(
-        name="flip-weight", family="hardware", cause="hardware", persistence=_ONCE, make=_flip("parameter")
-    ),
+    Kind(name="flip-weight", family="hardware", cause="hardware", persistence=_ONCE, make=_flip("parameter")),
     Kind(
         name="flip-gradient",
         family="hardware",

@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from gradsentinel import NanCallback, Sentinel, Skip, TrainingAborted, standard
 from gradsentinel.callback import Callback
 from gradsentinel.campaign.feed import Feed
 from gradsentinel.campaign.journal import Journal, Notes
+from gradsentinel.campaign.kinds import Site
 from gradsentinel.campaign.probe import Probe, State
 from gradsentinel.campaign.schedule import Planned
 from gradsentinel.campaign.workloads.text import MAX_NORM, LossScale, Text, loss_of
-from gradsentinel.campaign.kinds import Site
 from gradsentinel.faults import FaultPlan
 
 CHECKPOINT_EVERY = 50
 """Steps between two checkpoints of the job, which every policy has."""
 DIES_BEFORE_DROPPED = 2
-"""A job that died so often at one batch is started again without it: somebody had to look."""
+"""A job that died so often without getting further is started again without the batches to blame."""
 DIAGNOSIS_BUDGET = 120.0
 """Seconds: so many that a busy machine decides nothing."""
 
@@ -49,7 +48,8 @@ class Job:
         torch.manual_seed(self.task.seed)
         self._scale = None if self.scaler is None else LossScale(self.scaler)
         self._checkpoints: list[tuple[int, State]] = []
-        self._deaths: dict[int, int] = {}
+        self._furthest = -1
+        self._deaths = 0  # without getting further
 
     def run(self, loop: Callable[[Job, Feed, Path], None], folder: Path, *, faulty: bool) -> Feed:
         """Train to the end; every time the loop dies it is started again from a checkpoint."""
@@ -70,11 +70,12 @@ class Job:
             while True:
                 try:
                     loop(self, feed, folder / f"life-{len(self.journal.interruptions)}")
-                    return feed
                 except (JobDiedError, TrainingAborted) as death:
                     self.journal.rest()
                     self.journal.died(str(death))
                     feed.start = self._start_again(feed)
+                else:
+                    return feed
         finally:
             if attached is not None:
                 attached.detach()
@@ -88,10 +89,10 @@ class Job:
     def _start_again(self, feed: Feed) -> int:
         """Put the state back to a checkpoint, and return the batch it goes on with."""
         number = self.journal.number
-        deaths = self._deaths[number] = self._deaths.get(number, 0) + 1
-        if deaths >= DIES_BEFORE_DROPPED:
-            feed.left_out.add(number)
-        if deaths > DIES_BEFORE_DROPPED and self._checkpoints:
+        if number > self._furthest:
+            self._furthest, self._deaths = number, 0
+        self._deaths += 1
+        if self._deaths > DIES_BEFORE_DROPPED and self._checkpoints:
             self._checkpoints.pop()  # it is the state that is bad
         while self._checkpoints and not self._checkpoints[-1][1].finite():
             self._checkpoints.pop()
@@ -102,12 +103,13 @@ class Job:
         else:
             start = 0
             with torch.no_grad():
-                for mine, fresh in zip(
-                    self.model.parameters(), self.task.model().parameters(), strict=True
-                ):
+                for mine, fresh in zip(self.model.parameters(), self.task.model().parameters(), strict=True):
                     mine.copy_(fresh)
             self.optimizer.load_state_dict(self.task.optimizer(self.model).state_dict())
             torch.manual_seed(self.task.seed)
+        if self._deaths >= DIES_BEFORE_DROPPED:  # somebody looks, and takes out what it is
+            suspects = {one.step for one in self.faults if start <= one.step <= number}
+            feed.left_out |= {number} | suspects
         self.journal.start_again(start)
         return start
 
@@ -116,7 +118,7 @@ def _bare(job: Job, feed: Feed, *, dies: bool) -> None:
     for batch in feed:
         loss = loss_of(job.model, batch)
         scaler = job.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         if scaler is not None:
             scaler.unscale_(job.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(job.model.parameters(), MAX_NORM)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gradsentinel.campaign.kinds import BY_NAME, FAMILIES, KINDS, Family, Kind, Site
 from gradsentinel.faults import Fault, FlipBit
 from gradsentinel.faults.dice import Dice
+
+T = TypeVar("T")
 
 FLIPPED = ("activation", "parameter", "gradient")
 """What the sweep over bits flips one in."""
@@ -84,7 +86,7 @@ def draw(
 
 
 def sweep(*, first: int, count: int, every: int) -> list[Planned]:
-    """Return the faults of one trial of the sweep: a flip of every bit of float32, in each of three places."""
+    """Return the faults of one trial of the sweep: a flip of each bit of float32, in each of three places."""
     names = ("flip-activation", "flip-weight", "flip-gradient")
     return [
         Planned(
@@ -99,9 +101,11 @@ def sweep(*, first: int, count: int, every: int) -> list[Planned]:
 
 
 def _kind(seed: int, number: int, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of a fault: of each ten six are of the data, three of the precision, one of hardware."""
+    """Return the kind of a fault: of ten six are of the data, three of the precision, one of hardware."""
     block, place = divmod(number, 10)
-    order = _shuffled(Dice(seed, -1 - block), [f for f, share in FAMILIES.items() for _ in range(share // 10)])
+    order = _shuffled(
+        Dice(seed, -1 - block), [f for f, share in FAMILIES.items() for _ in range(share // 10)]
+    )
     family = order[place]
     of_family = [kind for kind in kinds if kind.family == family] or list(kinds)
     before = block * FAMILIES[family] // 10 + order[:place].count(family)
@@ -109,8 +113,8 @@ def _kind(seed: int, number: int, kinds: Sequence[Kind]) -> Kind:
     return _shuffled(Dice(seed, -1 - turn), of_family, purpose=family)[index]
 
 
-def _shuffled(dice: Dice, items: Sequence[Any], purpose: str = "order") -> list[Any]:
-    left, taken = list(items), []
+def _shuffled(dice: Dice, items: Sequence[T], purpose: str = "order") -> list[T]:
+    left, taken = list(items), list[T]()
     while left:
         taken.append(left.pop(dice.below(len(left), f"{purpose} {len(left)}")))
     return taken

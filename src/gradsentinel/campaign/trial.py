@@ -35,7 +35,7 @@ class Trial:
     """A stretch of training and its faults."""
 
     workload: str
-    """`plain`, `scaler` (plain with a GradScaler), `bits` (the sweep over bits), `lightning` or `megatron`."""
+    """`plain`, `scaler` (plain with a GradScaler), `bits` (the sweep), `lightning` or `megatron`."""
     number: int
     """Number among the trials of its workload."""
     seed: int
@@ -102,11 +102,13 @@ def _run(trial: Trial, policy: str) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what did not happen is counted, and the loops warn as they must
             if trial.workload == "lightning":
-                from gradsentinel.campaign.workloads.on_lightning import (  # noqa: PLC0415 - imports Lightning
-                    train,
-                )
+                from gradsentinel.campaign.workloads import on_lightning  # noqa: PLC0415 - imports Lightning
 
-                return train(trial, policy, scratch)
+                return on_lightning.train(trial, policy, scratch)
+            if trial.workload == "megatron":
+                from gradsentinel.campaign.workloads import on_megatron  # noqa: PLC0415 - starts processes
+
+                return on_megatron.train(trial, policy, scratch)
             return _plain(trial, policy, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -119,9 +121,7 @@ def _plain(trial: Trial, policy: str, scratch: Path) -> dict[str, Any]:
     how = POLICIES[policy]
     started = time.perf_counter()
     feed = job.run(how.loop, scratch, faulty=how.faulty)
-    return result(
-        trial, job.journal, job.model, {**feed.as_dict(), "seconds": time.perf_counter() - started}
-    )
+    return result(trial, job.journal, job.model, {**feed.as_dict(), "seconds": time.perf_counter() - started})
 
 
 def result(trial: Trial, journal: Journal, model: nn.Module, measured: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,8 @@ def result(trial: Trial, journal: Journal, model: nn.Module, measured: dict[str,
     return {
         "steps": trial.steps,
         "faults": [one.as_dict() for one in trial.faults()],
-        **{**journal.as_dict(), "incidents": incidents},
+        **journal.as_dict(),
+        "incidents": incidents,
         **measured,
         "loss": held_out_loss(model),
         "weights": digest(model),

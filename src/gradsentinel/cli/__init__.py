@@ -5,12 +5,24 @@ not show the fault again, a fix does not hold, or a run that was watched until i
 or a path cannot be used, or nothing could be tried.
 """
 
-from gradsentinel.cli import commands, parameters, replaying, reporting, snapshots, verifying, watching
+from gradsentinel.cli import (
+    campaigning,
+    commands,
+    drilling,
+    parameters,
+    replaying,
+    reporting,
+    snapshots,
+    verifying,
+    watching,
+)
 from gradsentinel.cli.application import app, main
 
 __all__ = [
     "app",
+    "campaigning",
     "commands",
+    "drilling",
     "main",
     "parameters",
     "replaying",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from gradsentinel.views.run_files import RunFiles
 
 _OVER = frozenset({"ended", "failed", "aborted"})
+_QUIT = frozenset("qQ\x03\x04\x1b")
+_SEQUENCE = re.compile(r"\x1b[\[O][0-9;]*[ -/]*[@-~]")
+"""What a terminal sends for an arrow."""
 _HELP = (
     "Watch a run while it goes on: rates, last numbers, incidents, budgets, snapshots.\n\n"
     "q or Ctrl-C quits; the run is only read. Without a terminal one frame is printed. With --until-end the "
@@ -119,7 +123,7 @@ def _follow(run: RunFiles, out: Console, interval: float, *, until_end: bool) ->
     ):
         while not (until_end and run.share >= 1.0 and run.state in _OVER):
             wait = 0.05 if run.share < 1.0 else interval  # a long log is read in slices
-            if pressed(wait) in {"q", "Q", "\x03", "\x1b", "\x04"}:
+            if not _QUIT.isdisjoint(pressed(wait)):
                 break
             live.update(draw(), refresh=True)
     _print_once(run, out)  # the last frame stays
@@ -153,20 +157,23 @@ def _only_wait(seconds: float) -> str:
 
 
 def _key(descriptor: int, seconds: float) -> str:
-    """Return the key that was pressed, if one was; of several at once, such as an arrow's, nothing."""
+    """Return the keys that were pressed, if any were, without arrows and their like."""
     readable, _, _ = select.select([descriptor], [], [], seconds)
     if not readable:
         return ""
     typed = os.read(descriptor, 32)
     if not typed:  # the terminal is gone
         return "q"
-    return typed.decode(errors="replace") if len(typed) == 1 else ""
+    return _SEQUENCE.sub("", typed.decode(errors="replace"))
 
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP leave as Ctrl-C does, so that the terminal is put back."""
-    wanted = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    """Have SIGTERM and SIGHUP leave as Ctrl-C does, so that the terminal is put back.
+
+    And have Ctrl-C do so where what started this process made it deaf to it, as a script's `&` does.
+    """
+    wanted = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
@@ -176,4 +183,4 @@ def _ended_by_signal() -> Iterator[None]:
         yield
     finally:
         for one, handler in before.items():
-            signal.signal(one, handler)
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)

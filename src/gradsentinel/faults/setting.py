@@ -39,7 +39,7 @@ class ChangeSetting(Fault):
         if not self._places():
             raise ValueError(f"{type(self.owner).__name__} has no setting {self.name!r}")
 
-    def aim(self, names: Names, dice: Dice) -> Arm:  # noqa: ARG002
+    def aim(self, names: Names, dice: Dice) -> Arm:
         """Nothing has to be found."""
 
         def arm(shot: Shot) -> list[Removable]:

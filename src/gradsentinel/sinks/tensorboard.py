@@ -75,7 +75,7 @@ class TensorBoardSink:
             return
         from torch.utils.tensorboard.summary import hparams  # noqa: PLC0415 - an optional dependency
 
-        summaries = hparams(dict(settings), {f"{PREFIX}loss": 0.0})
+        summaries = hparams(dict(settings), {f"{PREFIX}loss": 0.0})  # type: ignore[no-untyped-call]
         for summary in summaries[:2]:  # the third would say that the run has ended
             self.writer._get_file_writer().add_summary(summary, 0)
 

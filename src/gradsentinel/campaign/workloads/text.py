@@ -67,7 +67,8 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["tokens"]).logits
     losses = functional.cross_entropy(logits.transpose(1, 2), batch["targets"], reduction="none")
     per_record = (losses * batch["mask"]).sum(dim=1) / batch["mask"].sum(dim=1)
-    return (per_record * batch["weight"]).sum() / batch["weight"].sum()
+    loss: Tensor = (per_record * batch["weight"]).sum() / batch["weight"].sum()
+    return loss
 
 
 def held_out_loss(model: nn.Module) -> float:

@@ -22,7 +22,10 @@ HeadroomCallback = native(callbacks.HeadroomCallback)
 LearningRateBackoff = native(callbacks.LearningRateBackoff)
 LossScaleCallback = native(callbacks.LossScaleCallback)
 MagnitudeCallback = native(callbacks.MagnitudeCallback)
+MetricsCallback = native(callbacks.MetricsCallback)
 NanCallback = native(callbacks.NanCallback)
+Notify = native(callbacks.Notify)
+PrometheusCallback = native(callbacks.PrometheusCallback)
 Rescue = native(callbacks.Rescue)
 Resync = native(callbacks.Resync)
 Retry = native(callbacks.Retry)
@@ -48,7 +51,10 @@ __all__ = [
     "LearningRateBackoff",
     "LossScaleCallback",
     "MagnitudeCallback",
+    "MetricsCallback",
     "NanCallback",
+    "Notify",
+    "PrometheusCallback",
     "Rescue",
     "Resync",
     "Retry",

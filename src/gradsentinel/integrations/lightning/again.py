@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradsentinel.again.recompute import RecomputeError
+from gradsentinel.integrations.lightning.logged import Call, Logged, metrics_in, put_back, states_of
 
 if TYPE_CHECKING:
     from gradsentinel.integrations.engine import Engine
@@ -24,9 +24,9 @@ _REMEMBERED = 1024
 class TrainingStep:
     """Gives the loss of a captured micro-batch as Lightning computes it; called as `forward(model, batch)`.
 
-    Through `training_step`, with the strategy's wrapper and the precision's context. What it logs is not
-    logged twice, and torchmetrics do not count twice. In manual optimization it runs as far as
-    `manual_backward`, with the optimizer at rest.
+    Through `training_step`, with the strategy's wrapper and the precision's context. What it logs is kept
+    for the case that the step is made of it, and nothing is logged or counted twice. In manual optimization
+    it runs as far as `manual_backward`, with the optimizer at rest.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
@@ -35,6 +35,8 @@ class TrainingStep:
         self._parameters = inspect.signature(module.training_step).parameters
         self._numbers: deque[int] = deque(maxlen=_REMEMBERED)
         self.engine: Engine | None = None
+        self.logged: Logged | None = None
+        """Where it is told what a micro-batch logs."""
         self.running = False
         """True while a step runs again, so that no optimizer may move."""
 
@@ -77,7 +79,7 @@ class TrainingStep:
         if self._takes_number:
             kwargs["batch_idx"] = self._number_of(batch)
         automatic = self._module.automatic_optimization
-        with self._quiet():
+        with self._apart(batch):
             loss = self._automatic(model, kwargs) if automatic else self._manual(model, kwargs)
         if not automatic and model is not self._module:
             self._trainer.strategy.pre_backward(loss)  # DDP has yet to hear of it, as in manual_backward
@@ -123,20 +125,30 @@ class TrainingStep:
         return self._numbers[index] if -len(self._numbers) <= index < 0 else self._numbers[-1]
 
     @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """Nothing is logged, and no metric counts a batch, while the step runs again."""
-        module = self._module
-        metrics = [m for m in module.modules() if hasattr(m, "_defaults") and hasattr(m, "_update_count")]
-        kept = [
-            (metric, {k: _copy(v) for k, v in vars(metric).items() if k in metric._defaults or k in _COUNTED})
-            for metric in metrics
-        ]
+    def _apart(self, batch: Any) -> Iterator[None]:
+        """Keep what is logged, and what metrics count from the step's start on, apart from the loop's own."""
+        module, engine, logged = self._module, self.engine, self.logged
+        number = 0 if engine is None else engine.microbatch_of(batch)
+        calls: list[Call] = []
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            calls.append((detached(args), detached(kwargs)))
+
+        metrics = metrics_in(module)
+        now = states_of(metrics)
+        if logged is not None:
+            put_back(logged.counted_before(number))
         try:
-            with _instead(module, log=_ignored, log_dict=_ignored):
+            with _instead(module, log=log):
                 yield
+            if logged is not None:
+                logged.recompute(number, calls, states_of(metrics))
+        except _Reached:
+            if logged is not None:
+                logged.recompute(number, calls, states_of(metrics))
+            raise
         finally:
-            for metric, state in kept:
-                vars(metric).update(state)
+            put_back(now)
 
 
 class _Reached(BaseException):
@@ -160,14 +172,14 @@ def _instead(owner: Any, **attributes: Any) -> Iterator[None]:
         vars(owner).update(own)
 
 
-_COUNTED = {"_update_count", "_computed", "_forward_cache"}
-"""What a torchmetrics.Metric keeps beside its states."""
-
-
-def _copy(state: Any) -> Any:
-    """Metrics add to their tensors and lists in place."""
-    return state.clone() if isinstance(state, Tensor) else copy.copy(state)
+def detached(tree: Any) -> Any:
+    """Return arguments without their graphs."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    if isinstance(tree, dict):
+        return {name: detached(value) for name, value in tree.items()}
+    return tuple(map(detached, tree)) if type(tree) is tuple else tree
 
 
 def _ignored(*_: Any, **__: Any) -> None:
-    """Take what is logged, and forget it."""
+    """Do nothing."""
