@@ -26,7 +26,7 @@ def invoke(*arguments):
 
 @contextmanager
 def terminal(*arguments):
-    """Run `gradsentinel watch` on a terminal of its own; gives the process, and what reads until something shows."""
+    """Run `gradsentinel watch` on a terminal of its own; gives what it takes to use it."""
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
@@ -136,7 +136,7 @@ def test_signals_leave_as_cleanly(run_dir, how):
 
 def test_it_leaves_by_itself_when_the_run_has_ended(run_dir):
     log = disk.write_steps(run_dir, [1.0])
-    with terminal(run_dir, "--interval", "0.1", "--until-end") as (process, _, until, end):
+    with terminal(run_dir, "--interval", "0.1", "--until-end") as (_, _, until, end):
         until(b"so does the end of the run")
         disk.append(log, {"event": "run_end", "step": 1, "error": "KeyError: 'x'"})
         until(OFF)

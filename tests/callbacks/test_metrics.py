@@ -1,7 +1,9 @@
 """Sinks get each number once, and whatever they do the run goes on."""
 
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -157,3 +159,20 @@ def test_mlflow_has_numbers_and_texts(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert Path(tmp_path, "mlflow.db").exists()
+
+
+def test_the_sinks_and_alerts_of_the_page_work(run_dir, monkeypatch, tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "seeing.md"
+    shown = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (alerts,) = [code for code in shown if "Notify" in code]
+    (sink,) = [code for code in shown if "MetricsCallback" in code]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # not every system has `logger`
+    namespace = {}
+    exec(alerts, namespace)  # noqa: S102 - our own page
+    assert [namespace[name].on for name in ("alerts", "pager", "chat")] == ["error", "critical", "error"]
+    exec(sink, namespace)  # noqa: S102 - our own page
+    train(run_dir, namespace["metrics"].sink, bad={3})
+    lines = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [n for n in range(40) if n != 3]
+    assert len([line for line in lines if "incident" in line]) == 1

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -142,9 +143,7 @@ def test_numbers_are_handed_over_in_bunches_with_the_time_of_each_step(run_dir, 
     assert len(calls) == 3
     times = [event.wall_time for event in events]
     assert times[0] == pytest.approx(1000.1)
-    assert all(
-        later - earlier == pytest.approx(0.1) for earlier, later in zip(times, times[1:], strict=False)
-    )
+    assert all(later - earlier == pytest.approx(0.1) for earlier, later in pairwise(times))
 
 
 def test_slow_steps_do_not_wait_for_a_bunch(run_dir, monkeypatch):

@@ -86,8 +86,8 @@ class PrometheusCallback(Callback):
                 self._server, _ = start_http_server(self.port, addr=self.address, registry=self._registry)
             except OSError as error:
                 logger.warning(
-                    "Prometheus is not served: %s:%d cannot be used (%s); choose another port=, or port=0 for "
-                    "a free one. The run goes on",
+                    "Prometheus is not served: %s:%d cannot be used (%s); choose another port, or port=0 "
+                    "for a free one. The run goes on",
                     self.address,
                     self.port,
                     error.strerror or error,

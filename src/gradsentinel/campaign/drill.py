@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gradsentinel import ambient, events
@@ -109,15 +108,14 @@ class Drilling(Callback):
             return
         for (_, mine), (_, bad) in zip(tensors(event.batch), tensors(spoiled), strict=True):
             if bad is not mine:
-                with torch.no_grad():
-                    self._spoiled.append((mine, mine.detach().clone()))
-                    mine.detach().copy_(bad)
+                self._spoiled.append((mine, mine.detach().clone()))
+                # It is to look as if it had been drawn so: no version number tells of the write.
+                mine.data.copy_(bad.detach())
 
     def on_after_step(self, event: events.AfterStep) -> None:
         """Put a spoiled batch right, it may be the data set itself; go on to the next step."""
         for tensor, was in self._spoiled:
-            with torch.no_grad():
-                tensor.detach().copy_(was)
+            tensor.data.copy_(was)
         self._spoiled.clear()
         self.drill.steps = max(self.drill.steps, event.iteration + 1)
         self._arm(event.iteration + 1)
@@ -206,49 +204,46 @@ def judge(drill: Drill, ended: BaseException | None, *, here: bool = True) -> Ve
         ended: what ended the script, if not its end.
         here: True on the rank of the fault; the others do not know what was put in.
     """
-    if not drill.runs:
-        why = f" ({_name(ended)})" if ended is not None else ""
-        return Verdict(
-            survived=None,
-            said=f"the script made no sentinel{why}: nothing watched it, so nothing could be put in. It needs "
-            "a gradsentinel.Sentinel, one of our callbacks in its Trainer, or megatron.attach",
-        )
-    if drill.trouble is not None:
-        return Verdict(survived=None, said=f"the fault does not fit this script: {drill.trouble}")
-    if here and not drill.injected:
-        if ended is not None:
-            return Verdict(
-                survived=None, said=f"the script ended before the fault could happen: {_name(ended)}"
-            )
-        if drill.steps <= drill.step:
-            return Verdict(
-                survived=None,
-                said=f"step {drill.step} was never reached: the script made {drill.steps} steps, give an "
-                "earlier --step",
-            )
-        return Verdict(
-            survived=None,
-            said=f"the fault did not happen in step {drill.step}: {drill.make().unfired}",
-            notes=("where batches are not drawn through the sentinel, faults in samples cannot be put in",),
-        )
+    why_not = _why_not_held(drill, ended, here=here)
+    if why_not is not None:
+        return Verdict(survived=None, said=why_not)
     if ended is not None:
         how = "the run was stopped" if isinstance(ended, TrainingAborted) else "the script died"
         return Verdict(survived=False, said=f"not survived: {how}: {_name(ended)}")
     if drill.finite is False:
         return Verdict(survived=False, said="not survived: the state that the run left behind is not finite")
     if not drill.incidents:
+        hint = "a finite fault can be too small to be seen; SpikeCallback and MagnitudeCallback see more"
         strange = here and any(not _finite(one.after) for one in drill.injected)
-        said = "the script ran to its end with a finite state, and nobody noticed the fault"
-        if strange:
-            return Verdict(survived=False, said=f"not survived: {said}, though it was not finite")
         return Verdict(
             survived=False,
-            said=f"not survived: {said}",
-            notes=(
-                "a finite fault can be too small to be seen; SpikeCallback and MagnitudeCallback see more",
-            ),
+            said="not survived: the script ran to its end, and nobody noticed the fault",
+            notes=() if strange else (hint,),
         )
     return Verdict(survived=True, said="survived: the script ran to its end, and its state is finite")
+
+
+def _why_not_held(drill: Drill, ended: BaseException | None, *, here: bool) -> str | None:
+    """Say why the fault did not happen; None if it did."""
+    if not drill.runs:
+        why = f" ({_name(ended)})" if ended is not None else ""
+        return (
+            f"the script made no sentinel{why}: nothing watched it, so nothing could be put in. It needs a "
+            "gradsentinel.Sentinel, one of our callbacks in its Trainer, or megatron.attach"
+        )
+    if drill.trouble is not None:
+        return f"the fault does not fit this script: {drill.trouble}"
+    if drill.injected or not here:
+        return None
+    if ended is not None:
+        return f"the script ended before the fault could happen: {_name(ended)}"
+    if drill.steps <= drill.step:
+        made = f"the script made {drill.steps} steps"
+        return f"step {drill.step} was never reached: {made}, give an earlier --step"
+    return (
+        f"the fault did not happen in step {drill.step}: {drill.make().unfired}; where batches do not pass "
+        "through the sentinel, faults in samples cannot be put in"
+    )
 
 
 def _largest(run: Run) -> nn.Module:

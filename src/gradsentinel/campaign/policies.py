@@ -72,7 +72,7 @@ class Job:
                     loop(self, feed, folder / f"life-{len(self.journal.interruptions)}")
                 except (JobDiedError, TrainingAborted) as death:
                     self.journal.rest()
-                    self.journal.died(str(death))
+                    self.journal.died(str(death).replace(str(folder), "RUN"))
                     feed.start = self._start_again(feed)
                 else:
                     return feed

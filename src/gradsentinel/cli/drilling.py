@@ -90,7 +90,10 @@ def _show(held: Drill, verdict: Verdict) -> None:
         again = f", {len(held.injected)} times" if len(held.injected) > 1 else ""
         out.print(Text(f"  put in   {place}{change}{again}"), soft_wrap=True)
     for incident in held.incidents[:5]:
-        out.print(Text(f"  found    {incident.kind}: {printable(incident.message)}"), soft_wrap=True)
+        out.print(
+            Text(f"  found    step {incident.step}, {incident.kind}: {printable(incident.message)}"),
+            soft_wrap=True,
+        )
         if incident.diagnosis is not None:
             place = ", ".join(p for p in (incident.diagnosis.op, incident.diagnosis.module) if p)
             cause = f"{incident.diagnosis.cause}{f' ({place})' if place else ''}"

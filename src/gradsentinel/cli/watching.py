@@ -8,10 +8,10 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from gradsentinel.views.run_files import RunFiles
 
 _OVER = frozenset({"ended", "failed", "aborted"})
+_SLICE = 0.1
+"""Seconds after which a signal is noticed at the latest."""
 _QUIT = frozenset("qQ\x03\x04\x1b")
 _SEQUENCE = re.compile(r"\x1b[\[O][0-9;]*[ -/]*[@-~]")
 """What a terminal sends for an arrow."""
@@ -116,21 +118,29 @@ def _follow(run: RunFiles, out: Console, interval: float, *, until_end: bool) ->
         return Group(drawn, Text(f"\n{keys}; {time.strftime('%H:%M:%S')}", "dim"))
 
     with (
-        suppress(KeyboardInterrupt),
-        _ended_by_signal(),
+        _signals() as asked,
         _keyboard() as pressed,
         Live(draw(), console=out, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
     ):
         while not (until_end and run.share >= 1.0 and run.state in _OVER):
             wait = 0.05 if run.share < 1.0 else interval  # a long log is read in slices
-            if not _QUIT.isdisjoint(pressed(wait)):
+            if _told_to_quit(pressed, asked, wait):
                 break
             live.update(draw(), refresh=True)
     _print_once(run, out)  # the last frame stays
 
 
+def _told_to_quit(pressed: Callable[[float], str], asked: list[int], seconds: float) -> bool:
+    """Wait so long for a key or a signal; returns True if it means to quit."""
+    deadline = time.monotonic() + seconds
+    while not asked and (left := deadline - time.monotonic()) > 0:
+        if not _QUIT.isdisjoint(pressed(min(left, _SLICE))):
+            return True
+    return bool(asked)
+
+
 @contextmanager
-def _keyboard() -> Iterator[Any]:
+def _keyboard() -> Iterator[Callable[[float], str]]:
     """Have keys come one by one and unseen; gives a function that waits for one, at most so many seconds."""
     try:
         import termios  # noqa: PLC0415 - not on every system
@@ -168,19 +178,20 @@ def _key(descriptor: int, seconds: float) -> str:
 
 
 @contextmanager
-def _ended_by_signal() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP leave as Ctrl-C does, so that the terminal is put back.
+def _signals() -> Iterator[list[int]]:
+    """Have signals that end a process, Ctrl-C among them, only be noted, in the list that this gives.
 
-    And have Ctrl-C do so where what started this process made it deaf to it, as a script's `&` does.
+    Were they to interrupt a frame that is being drawn, the terminal could be left as it is then.
     """
+    noted: list[int] = []
     wanted = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-    def leave(*_: object) -> None:
-        raise KeyboardInterrupt
+    def note(number: int, _: object) -> None:
+        noted.append(number)
 
-    before = {one: signal.signal(one, leave) for one in wanted}
+    before = {one: signal.signal(one, note) for one in wanted}
     try:
-        yield
+        yield noted
     finally:
         for one, handler in before.items():
             signal.signal(one, signal.SIG_DFL if handler is None else handler)

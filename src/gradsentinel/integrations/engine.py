@@ -126,6 +126,11 @@ class Engine:
         return self.decision if self.judged is None else self.judged.decision
 
     @property
+    def in_step(self) -> bool:
+        """True between the first micro-batch of a step and its end."""
+        return self._open
+
+    @property
     def applied(self) -> bool:
         """True if the last step changed the weights."""
         latest = self.latest

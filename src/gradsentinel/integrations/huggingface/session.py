@@ -17,6 +17,7 @@ from gradsentinel.decision import Action
 from gradsentinel.integrations.accelerate.driver import AcceleratorDriver, check_accelerator
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import FrameworkHost, raw
+from gradsentinel.integrations.huggingface.running_loss import RunningLoss
 from gradsentinel.integrations.loaders import draw_through
 from gradsentinel.integrations.natives import Native
 from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
@@ -69,6 +70,7 @@ class Session:
         )
         self._driver.attach(self.engine)
         wraps = self._driver.wraps
+        self._loss_sum = RunningLoss(trainer, wraps)
         self._sampler = draw_through(loader, wraps)
         wraps.wrap(trainer, "training_step", self._around_training_step)
         wraps.wrap(trainer, "_save_checkpoint", self._around_save)
@@ -89,8 +91,13 @@ class Session:
     def step_done(self) -> None:
         """End the step, now that the scheduler has moved, and log the true numbers if it was no ordinary one.
 
-        `logging_nan_inf_filter` hides them in the Trainer's own.
+        The Trainer's own line says what the steps came to.
         """
+        judged = self.engine.judged
+        if judged is not None and not judged.decision.apply:
+            self._loss_sum.dropped(judged.decision.loss)
+        elif judged is not None and judged.decision.recomputed:
+            self._loss_sum.healed(len(self.engine.run.scene.microbatches))
         self.engine.finish()
         decision = self.engine.decision
         incidents = self.engine.run.incidents
@@ -138,6 +145,9 @@ class Session:
             self._driver.weight = window
             number = self._number if self._sampler is None else self._sampler.number_of(self._number)
             self._number += 1
+            self.engine.finish()
+            if not self.engine.in_step:
+                self._loss_sum.begin()
             # A copy of the containers: some models take their labels out.
             self.engine.take(
                 map_tensors(lambda tensor: tensor, inputs), place=(self._epoch, number), expected=window
@@ -185,11 +195,13 @@ class Session:
         kept = {name: copy.deepcopy(vars(trainer)[name]) for name in _COUNTED if name in vars(trainer)}
         try:
             with self._driver.capturing() as losses:
-                self._step(model, batch, self._items)
+                returned = self._step(model, batch, self._items)
         finally:
             vars(trainer).update(kept)
         if len(losses) != 1:
             raise RecomputeError(f"training_step runs {len(losses)} backward passes where one is expected")
+        if isinstance(returned, Tensor):
+            self._loss_sum.recompute(self.engine.microbatch_of(batch), returned)
         return losses[0][0]
 
     def _save(self, directory: Path) -> str:

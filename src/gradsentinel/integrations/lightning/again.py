@@ -81,6 +81,8 @@ class TrainingStep:
         automatic = self._module.automatic_optimization
         with self._apart(batch):
             loss = self._automatic(model, kwargs) if automatic else self._manual(model, kwargs)
+        if self.logged is not None:
+            self.logged.see_loss(loss)
         if not automatic and model is not self._module:
             self._trainer.strategy.pre_backward(loss)  # DDP has yet to hear of it, as in manual_backward
         return loss
@@ -132,7 +134,7 @@ class TrainingStep:
         calls: list[Call] = []
 
         def log(*args: Any, **kwargs: Any) -> None:
-            calls.append((detached(args), detached(kwargs)))
+            calls.append((_detached(args), _detached(kwargs)))
 
         metrics = metrics_in(module)
         now = states_of(metrics)
@@ -143,10 +145,6 @@ class TrainingStep:
                 yield
             if logged is not None:
                 logged.recompute(number, calls, states_of(metrics))
-        except _Reached:
-            if logged is not None:
-                logged.recompute(number, calls, states_of(metrics))
-            raise
         finally:
             put_back(now)
 
@@ -172,13 +170,13 @@ def _instead(owner: Any, **attributes: Any) -> Iterator[None]:
         vars(owner).update(own)
 
 
-def detached(tree: Any) -> Any:
+def _detached(tree: Any) -> Any:
     """Return arguments without their graphs."""
     if isinstance(tree, Tensor):
         return tree.detach()
     if isinstance(tree, dict):
-        return {name: detached(value) for name, value in tree.items()}
-    return tuple(map(detached, tree)) if type(tree) is tuple else tree
+        return {name: _detached(value) for name, value in tree.items()}
+    return tuple(map(_detached, tree)) if type(tree) is tuple else tree
 
 
 def _ignored(*_: Any, **__: Any) -> None:

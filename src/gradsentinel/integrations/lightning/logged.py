@@ -45,10 +45,12 @@ class Logged:
         self._counted: States = []
         self._again: dict[int, tuple[list[Call], States]] = {}
         """What each micro-batch logged and counted when it was computed again."""
+        self._loss: Tensor | None = None
+        """The last loss that was computed again."""
         self._hidden: dict[str, Any] = {}
         """Values of a dropped step that nobody shall monitor, and what they are to be instead."""
         self._judged = 0
-        self._dropped = False
+        self._dropped = self._healed = False
         wraps.wrap(self._results, "metrics", self._around_metrics)
 
     def begin_epoch(self) -> None:
@@ -65,7 +67,7 @@ class Logged:
 
     def begin_batch(self) -> None:
         """Hear that a micro-batch is about to enter the model."""
-        self._judged, self._dropped = 0, False
+        self._judged, self._dropped, self._healed, self._loss = 0, False, False, None
         self._hidden.clear()
 
     def counted_before(self, number: int) -> States:
@@ -76,22 +78,33 @@ class Logged:
         """Keep what a micro-batch logged and counted; if it is computed several times, the last counts."""
         self._again[number] = (calls, states)
 
+    def see_loss(self, loss: Tensor) -> None:
+        """Keep the loss of a micro-batch that was computed again."""
+        self._loss = loss.detach()
+
+    def heal(self, loss: Any, divisor: int = 1) -> None:
+        """Write the loss of a healed step where somebody may yet read the bad one."""
+        if self._healed and self._loss is not None and isinstance(loss, Tensor):
+            loss.data.copy_(self._loss / divisor if divisor > 1 else self._loss)  # no new version
+
     def judged(self, *, dropped: bool, recomputed: bool, batches: Sequence[Any]) -> None:
         """Hear what becomes of a step; of one that was computed again, the new values count at once."""
         self._judged += 1
         self._dropped = self._dropped or dropped
         if recomputed and not dropped and len(self._again) == max(1, len(batches)):
+            self._healed = True
             self._log_again(batches)
 
     def settle(self) -> None:
         """Take back what a dropped step has logged, when its micro-batch is over and before any other hook.
 
-        Of a batch with several optimizer steps only what is not finite: it may come from another one.
+        Of a batch with several optimizer steps only what is not finite: it may come from another one. So of
+        a step that was healed: a module that clips and steps by itself may log its old loss after that.
         """
-        if not self._dropped:
+        if not (self._dropped or self._healed):
             return
-        self._dropped = False
-        several = self._judged > 1
+        several = self._judged > 1 or not self._dropped
+        self._dropped = self._healed = False
         for key, one in self._of_the_step():
             if several and not (one.is_tensor and _spoilt(one)):
                 continue

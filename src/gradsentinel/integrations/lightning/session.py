@@ -18,6 +18,7 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import FrameworkHost, raw
 from gradsentinel.integrations.lightning.again import TrainingStep
+from gradsentinel.integrations.lightning.logged import Logged
 from gradsentinel.integrations.loaders import draw_through
 from gradsentinel.integrations.natives import Native, first_restored
 from gradsentinel.integrations.wraps import Wraps
@@ -52,6 +53,8 @@ class Session:
         self._module = module
         self._automatic = bool(module.automatic_optimization)
         self._loss: Tensor | None = None
+        self._shown: Tensor | None = None
+        """The same memory as the loss that was given to the last backward pass."""
         self._sampler: SkipBatches | None = None
         self._given = 0
         """Number of batches that this epoch has given so far."""
@@ -89,6 +92,7 @@ class Session:
         self._wraps.wrap(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._around_schedulers)
         self._wraps.wrap(trainer.fit_loop.epoch_loop, "advance", self._around_advance)
         self._wraps.wrap(trainer, "save_checkpoint", self._around_save)
+        self._logged = self._step.logged = Logged(trainer, module, self._wraps)
         averaging = [callback for callback, _ in _averages(trainer)]
         for callback in averaging:
             if hasattr(callback, "should_update"):
@@ -108,6 +112,7 @@ class Session:
         if self._automatic:
             self.engine.start_over()
         self._given = 0
+        self._logged.begin_epoch()
         run.data["epoch"] = trainer.current_epoch
         combined = trainer.fit_loop._combined_loader
         loaders = [] if combined is None else combined.flattened
@@ -116,6 +121,10 @@ class Session:
 
     def take(self, batch: Any, number: int) -> None:
         """Take note of a micro-batch."""
+        self._logged.begin_batch()
+        self.engine.finish()
+        if not self.engine.in_step:
+            self._logged.begin()
         if self._step.takes_iterator:
             return
         trainer = self._trainer
@@ -131,7 +140,7 @@ class Session:
 
     def see_loss(self, loss: Tensor) -> None:
         """Keep the loss of the backward pass that comes now."""
-        self._loss = loss.detach()
+        self._loss = self._shown = loss.detach()
 
     def backward_done(self) -> None:
         """Take note of the gradients, with the loss as the module returned it."""
@@ -148,7 +157,18 @@ class Session:
         """Judge the step of an optimizer, unless that was done when the module clipped by itself."""
         (inner,) = raw([optimizer])
         if not self.engine.concerns(inner):
-            self.engine.judge([inner])
+            self._judge(inner)
+
+    def _judge(self, inner: Optimizer) -> None:
+        """Judge a step, and have the log hear of it."""
+        decision = self.engine.judge([inner])
+        if decision.apply and not decision.recomputed:
+            self._logged.judged(dropped=False, recomputed=False, batches=())
+            return
+        batches = [one.batch for one in self.engine.run.scene.microbatches]
+        self._logged.judged(dropped=not decision.apply, recomputed=decision.recomputed, batches=batches)
+        if not self._automatic:
+            self._logged.heal(self._shown)
 
     def batch_done(self, *, last: bool = False) -> None:
         """End the step: schedulers have moved, and averages of the weights, unless those come later."""
@@ -180,6 +200,9 @@ class Session:
                 return None
             output = plain(optimizer, *args, **kwargs)
             self.engine.stepped(*raw([optimizer]))
+            if self._automatic and args:  # what on_train_batch_end is given as the module's output
+                result = getattr(args[0], "_result", None)
+                self._logged.heal(getattr(result, "loss", None), self._trainer.accumulate_grad_batches)
             return output
 
         return optimizer_step
@@ -188,7 +211,7 @@ class Session:
         """Judge a module that clips by itself before it does; with a GradScaler it clips what is scaled."""
         (inner,) = raw([optimizer])
         if not self.engine.concerns(inner) and not self._automatic and self.engine.host.scaler is None:
-            self.engine.judge([inner])
+            self._judge(inner)
         return inner
 
     def _around_clip_norm(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,6 +236,8 @@ class Session:
 
     def _around_schedulers(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001 - as theirs
+            if interval == "step" and not update_plateau_schedulers:  # the first thing after a micro-batch
+                self._logged.settle()
             if interval != "step" or not self.engine.dropped:
                 plain(interval, update_plateau_schedulers=update_plateau_schedulers)
 
