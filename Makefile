@@ -12,7 +12,7 @@ DEMO := $(if $(wildcard $(DEV)),$(DEV),.venv/.stamp-demo)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format bench pictures clean
+.PHONY: help demo test test-fast lint format docs dist bench campaign pictures clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -36,8 +36,20 @@ format: $(DEV)  ## fix what ruff can fix, and format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
+docs: $(DEV)  ## build the documentation into build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: $(DEV)  ## make sdist and wheel, check them, and try the wheel in an empty environment
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/empty_environment.py dist/*.whl
+
 bench: .venv/.stamp-bench  ## measure what the watch costs, beside what one would use instead (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
+
+campaign: $(DEV)  ## train under 200 faults, guarded in several ways, and publish what was measured (ten minutes)
+	OMP_NUM_THREADS=1 $(BIN)/gradsentinel campaign --docs docs $(ARGS)
 
 pictures: $(DEV)  ## make the screenshots of the documentation anew (needs Chromium)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/views/pictures.py

@@ -19,7 +19,9 @@ class FaultyTrainer(Trainer):
 torch.manual_seed(0)
 corpus = CharCorpus(stdlib_text(200_000))  # the sources of Python's own standard library
 text = [{"input_ids": w["tokens"], "labels": w["tokens"]} for w in Windows(corpus.train, 32)]
-model = GPT2LMHeadModel(GPT2Config(vocab_size=corpus.vocab, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+config = GPT2Config(vocab_size=corpus.vocab, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+config.loss_type = "ForCausalLM"
+model = GPT2LMHeadModel(config)
 plan = FaultPlan([PoisonActivation(steps=(20,), module="transformer.h.1.mlp")])
 
 arguments = TrainingArguments(

@@ -45,11 +45,16 @@ def arguments():
     parser.add_argument("--run-dir", default="runs/megatron", help="where events and incidents are written")
     parser.add_argument("--tensor", type=int, default=2, help="tensor-parallel size")
     parser.add_argument("--pipeline", type=int, default=2, help="pipeline stages")
-    parser.add_argument("--fault-rank", type=int, default=5, help="the rank whose gradient turns NaN")
+    parser.add_argument("--fault-rank", type=int, default=5, help="whose gradient turns NaN; -1: nobody's")
     parser.add_argument("--fault-step", type=int, default=8)
     parser.add_argument("--persistent", action="store_true", help="the fault comes back in the retry")
     parser.add_argument("--steps", type=int, default=20)
-    return parser.parse_args()
+    options, ranks = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "0"))
+    if not ranks:
+        raise SystemExit("start it with torchrun --nproc-per-node 8 examples/megatron_gpt.py")
+    if not (-1 <= options.fault_rank < ranks and 0 <= options.fault_step < options.steps):
+        raise SystemExit(f"--fault-rank: 0 to {ranks - 1}, -1: none; --fault-step: 0 to {options.steps - 1}")
+    return options
 
 
 def make_model(options, vocabulary):

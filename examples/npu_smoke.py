@@ -4,7 +4,8 @@ python examples/npu_smoke.py --device npu
 torchrun --nproc-per-node 2 examples/npu_smoke.py --device npu
 
 Every line says PASS, FAIL, or NOT HERE with the reason. The exit code is 0 if nothing failed, 1 if something
-did, and 2 if there is no such device. `--device cuda` and `--device cpu` work too.
+did, and 2 if there is no such device, or nowhere to write the report. `--device cuda` and `--device cpu` work
+too.
 """
 
 import argparse
@@ -26,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsentinel import Callback, NanCallback, Retry, Rollback, SaturationCallback, Sentinel, __version__
 from gradsentinel.devices import device_of
-from gradsentinel.devices.health import HealthUnavailable, source_for
+from gradsentinel.devices.health import HealthUnavailable
 from gradsentinel.diagnosis.environment import environment
 from gradsentinel.doctor import examine, installed
+from gradsentinel.redaction import harmless_variables, redact
 
 NAN = float("nan")
 PASS, FAIL, NOT_HERE = "PASS", "FAIL", "NOT HERE"
@@ -168,13 +170,15 @@ def _(device, _folder):
 def _(device, _folder):
     wrong = [c.found for c in examine().checks if c.name in {"torch", "torch_npu"} and c.remedy]
     ensure(not wrong, "; ".join(wrong))
-    npu = f"torch_npu {installed('torch-npu')}, CANN {getattr(torch.version, 'cann', 'unknown')}, "
+    module = sys.modules.get("torch_npu")
+    version = installed("torch-npu") or getattr(module, "__version__", "of unknown version")
+    npu = f"torch_npu {version}, CANN {getattr(torch.version, 'cann', 'unknown')}, "
     return f"torch {torch.__version__}, {npu * (device.type == 'npu')}Python {platform.python_version()}"
 
 
 @check("health readings")
 def _(device, _folder):
-    source = source_for(device)
+    source = device_of(device).health_source()
     if source is None:
         raise NotHere(f"nobody tells the health of {device.type}")
     try:
@@ -375,29 +379,17 @@ def attempt(function, device, folder):
 def report(results, device, seconds):
     """The report as Markdown; names no user, no machine and no path."""
     facts = environment()
-    kept = {
-        name: facts[name]
-        for name in ("gradsentinel", "python", "platform", "torch", "npu", "cuda", "variables")
-    }
-    lines = [
-        f"## GradSentinel {__version__} on {device_of(device).name}",
-        "",
-        "| check | result | |",
-        "|---|---|---|",
-    ]
-    lines += [
-        f"| {title} | {result} | {' '.join(words.split()).replace('|', '/')} |"
-        for title, result, words in results
-    ]
-    lines += [
-        "",
-        f"{seconds:.0f} s in all.",
-        "",
-        "```text",
-        *(f"{name}: {value}" for name, value in kept.items()),
-    ]
+    secret = facts["variables"].values()
+    facts["variables"] = harmless_variables(facts["variables"])
+    lines = [f"## GradSentinel {__version__} on {device_of(device).name}", ""]
+    lines += ["| check | result | |", "|---|---|---|"]
+    for title, result, words in results:
+        lines.append(f"| {title} | {result} | {' '.join(words.split()).replace('|', '/')} |")
+    lines += ["", f"{seconds:.0f} s in all.", "", "```text"]
+    for name in ("gradsentinel", "python", "platform", "torch", "npu", "cuda", "variables"):
+        lines.append(f"{name}: {facts[name]}")
     lines += [f"doctor, {c.name}: {c.found} -> {c.remedy}" for c in examine().checks if c.remedy]
-    return "\n".join([*lines, "```", ""])
+    return redact("\n".join([*lines, "```", ""]), hide=secret)
 
 
 def find_device(kind):
@@ -411,6 +403,15 @@ def find_device(kind):
     return (
         torch.device("cpu") if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
     )
+
+
+def why_not_written(path):
+    """Why a file cannot be written, before five minutes are spent on it; empty if it can."""
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def main(arguments=None):
@@ -429,7 +430,11 @@ def main(arguments=None):
         return 2
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    ranks, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    first = os.environ.get("RANK", "0") == "0"
+    if first and (reason := why_not_written(options.report)):
+        print(f"the report cannot be written: {reason}; name another place with --report")
+        return 2
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     results = []
     with tempfile.TemporaryDirectory() as folder:
 
@@ -450,8 +455,12 @@ def main(arguments=None):
             results.append((title, NOT_HERE, "start it with torchrun --nproc-per-node 2"))
             print("{1:8}  {0}: {2}".format(*results[-1]))
     if first:
-        options.report.write_text(report(results, device, time.monotonic() - began), encoding="utf-8")
-        print(f"{options.report} is ready to be pasted")
+        text = report(results, device, time.monotonic() - began)
+        try:
+            options.report.write_text(text, encoding="utf-8")
+            print(f"{options.report} is ready to be pasted")
+        except OSError as error:  # it could be written at the start: a full disk
+            print(f"{text}\nthe report could not be written ({error}); it stands above, ready to be pasted")
     return int(any(result == FAIL for _, result, _ in results))
 
 

@@ -23,6 +23,10 @@ FILE = re.compile(r"# (\w+\.py)\n")
 """The first line of a block that is a file."""
 
 
+NEAR = 6
+"""A block of text at most so many lines below the code is what it prints."""
+
+
 class Block(NamedTuple):
     language: str
     code: str
@@ -87,7 +91,9 @@ class Reader:
             return
         run(self.page, block, self.names)
         if block.language == "python":
-            expected = following.code if following is not None and following.language == "text" else ""
+            told = following is not None and following.language == "text"
+            near = told and following.line - block.line - block.code.count("\n") <= NEAR
+            expected = following.code if near else ""
             printed = self.printed()
             assert printed == expected, f"{self.page.name}:{block.line}: {printed!r}"
 
@@ -122,7 +128,8 @@ class Reader:
         try:
             runpy.run_path(arguments[0], run_name="__main__")
         except SystemExit as end:
-            assert not end.code, f"{arguments[0]} ended with {end.code}"
+            if end.code:
+                raise AssertionError(f"{arguments[0]} ended with {end.code}") from end
         finally:
             sys.argv, sys.path = kept, path
             for name in set(sys.modules) - modules:

@@ -18,6 +18,10 @@ from gradsentinel.state.export import export, saved_states
 from gradsentinel.state.saved_states import SNAPSHOT_KIND
 from loops import build, differences, finish, make_batches, train_by_hand, train_watched
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TypedStorage is deprecated"
+)  # torch 2.6 says it of its own checkpoints
+
 
 @pytest.fixture
 def run(run_dir):
@@ -35,7 +39,7 @@ def load(training, path):
     state = {"model": model, "optimizer": optimizer}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        dcp.load(state, checkpoint_id=path)
         set_state_dict(
             training.model,
             training.optimizers,
@@ -165,5 +169,5 @@ def test_a_model_of_every_kind_of_number(run_dir, tmp_path):
     model = {"model": other.model.state_dict()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(model, checkpoint_id=tmp_path / "out", no_dist=True)
+        dcp.load(model, checkpoint_id=tmp_path / "out")
     assert differences(other.model.state_dict(), expected) == []

@@ -35,6 +35,10 @@ from gradsentinel import (
 )
 from gradsentinel.incident import Outcome
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in"
+)  # torch 2.6 says it of its own SequentialLR
+
 NAN, INF = float("nan"), float("inf")
 STEPS = 12
 

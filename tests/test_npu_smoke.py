@@ -18,11 +18,47 @@ sys.exit(script["main"](["--device", "cpu"]))
 """
 
 
-def run(folder, *command):
+SECRETS = {
+    "ASCEND_HOME_PATH": "/opt/secret-cann",
+    "ASCEND_TOOLKIT_HOME": "/opt/secret-toolkit",
+    "ASCEND_PROCESS_LOG_PATH": "/logs/of jane/secret-run",
+    "HCCL_IF_IP": "10.11.12.13",
+    "HCCL_SOCKET_IFNAME": "ens-secret",
+    "MASTER_ADDR": "node17.secret.example",
+    "USER": "jane-secret",
+}
+TELLTALE = f"""
+import os, runpy, sys
+script = runpy.run_path({str(SCRIPT)!r}, run_name="npu_smoke")
+def fails(device, folder): raise RuntimeError(
+    "cannot open '/opt/secret-cann/lib x/libhccl.so' at node17.secret.example:29500 (10.11.12.13), "
+    "ens-secret, jane-secret " + folder
+)
+script["CHECKS"][:] = [("planted", fails)]
+main = script["main"]
+main.__globals__["examine"] = lambda: type("Found", (), {{"checks": [
+    type("Check", (), {{"name": "cann", "found": "in /opt/secret-cann", "remedy": "source /opt/secret.sh"}})
+]}})
+sys.exit(main(["--device", "cpu"] + sys.argv[1:]))
+"""
+FULL = f"""
+import runpy, sys
+from pathlib import Path
+script = runpy.run_path({str(SCRIPT)!r}, run_name="npu_smoke")
+def fills(device, folder):
+    def fail(*args, **kwargs): raise OSError(28, "No space left on device")
+    Path.write_text = fail
+    return "the disk is full"
+script["CHECKS"][:] = [("planted", fills)]
+sys.exit(script["main"](["--device", "cpu"]))
+"""
+
+
+def run(folder, *command, **environment):
     return subprocess.run(  # noqa: S603 - our own script
         [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -59,6 +95,33 @@ def test_a_check_that_fails_is_told_and_the_others_go_on(tmp_path):
     report = (tmp_path / "npu_smoke.md").read_text()
     assert "| planted | FAIL | RuntimeError: planted / here and there |" in report
     assert "| several ranks agree | NOT HERE |" in report
+
+
+def test_the_report_names_no_path_host_or_user(tmp_path):
+    done = run(tmp_path, "-c", TELLTALE, HCCL_DETERMINISTIC="true", **SECRETS)
+    assert done.returncode == 1, done.stderr
+    report = (tmp_path / "npu_smoke.md").read_text()
+    rest = [word for word in ("secret", "10.11", "jane", "node17", "/opt", "/logs") if word in report]
+    assert rest == []
+    told = "RuntimeError: cannot open '<path>' at <host>:29500 (<hidden>), <hidden>, <user> <path>"
+    assert f"| planted | FAIL | {told} |" in report
+    assert "doctor, cann: in <path> -> source <path>" in report
+    assert "'HCCL_DETERMINISTIC': 'true'" in report  # what changes results is still told
+    assert "'HCCL_IF_IP': '(set)'" in report
+
+
+def test_a_place_that_cannot_be_written_is_noticed_before_anything_runs(tmp_path):
+    done = run(tmp_path, SCRIPT, "--device", "cpu", "--report", "no/such/folder/report.md")
+    assert done.returncode == 2
+    assert "the report cannot be written" in done.stdout
+    assert "PASS" not in done.stdout
+
+
+def test_a_disk_that_fills_up_meanwhile_costs_no_report(tmp_path):
+    done = run(tmp_path, "-c", FULL)
+    assert done.returncode == 0, done.stderr
+    assert "| planted | PASS | the disk is full |" in done.stdout
+    assert "it stands above, ready to be pasted" in done.stdout
 
 
 @pytest.mark.multiprocess

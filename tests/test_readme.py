@@ -58,10 +58,7 @@ def written(default: Any) -> str:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        ENGLISH,
-        *(ROOT / "docs" / f"{name}.md" for name in ("callbacks", "architecture", "recovery", "performance")),
-    ],
+    [ENGLISH],
 )
 def test_the_code_on_the_page_runs_and_prints_what_the_page_says(page, in_temporary_directory, capsys):
     namespace: dict[str, Any] = {"__name__": "page"}

@@ -134,3 +134,52 @@ def test_ids_are_found_where_a_batch_carries_some():
     assert sample_ids({"sample_ids": ["a", "b"]}) == {0: "a", 1: "b"}
     assert sample_ids({"x": torch.ones(2)}) == {}
     assert sample_ids([1, 2]) == {}
+
+
+@dataclasses.dataclass
+class Batch:
+    ids: list[str]
+    x: torch.Tensor
+
+
+class WithIds(NamedTuple):
+    uid: torch.Tensor
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(["a", "b"], torch.ones(2, 3)),
+        {"meta": {"id": ["a", "b"]}, "x": torch.ones(2)},
+        {"batch": Batch(["a", "b"], torch.ones(2, 3))},
+        {"row_id": np.array(["a", "b"]), "x": torch.ones(2)},
+        {"__key__": ("a", "b"), "jpg": torch.ones(2, 3)},
+        [{"id": "a", "x": torch.ones(2)}, {"id": "b", "x": torch.ones(3)}],
+        [{"meta": {"uid": "a"}}, {"meta": {"uid": "b"}}],
+        {"indices": torch.tensor([3, 3]), "sample_id": ["a", "b"], "x": torch.ones(2)},
+    ],
+    ids=str,
+)
+def test_ids_are_found_wherever_they_are(batch):
+    assert sample_ids(batch) == {0: "a", 1: "b"}
+
+
+def test_ids_of_a_named_tuple():
+    assert sample_ids(WithIds(torch.tensor([4, 9]), torch.ones(2))) == {0: 4, 1: 9}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"indices": torch.tensor([7, 7, 9]), "x": torch.ones(3)},  # rows of an embedding repeat
+        {"indices": torch.zeros(2, 5).long(), "x": torch.ones(2)},
+        {"ids": torch.tensor([1, 2, 3, 4]), "x": torch.ones(2), "y": torch.ones(2)},  # not one for each
+        {"id": torch.rand(2), "x": torch.ones(2)},
+        {"id": [[1], [2]], "x": torch.ones(2)},
+        [{"x": 1}, {"id": 2}],
+    ],
+    ids=str,
+)
+def test_what_only_looks_like_ids(batch):
+    assert sample_ids(batch) == {}

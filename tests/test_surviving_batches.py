@@ -23,13 +23,14 @@ from gradsentinel import (
     Finding,
     Kind,
     NanCallback,
+    Retry,
     Rollback,
     Skip,
     TrainingAborted,
 )
 from loops import build, differences, make_batches, train_by_hand
 
-FAULTS = ("gradient", "loss", "back", "weight", "moment", "statistic")
+FAULTS = ("gradient", "loss", "back", "weight", "moment", "statistic", "forward", "overflow")
 BATCHES = make_batches(14)
 
 
@@ -41,12 +42,15 @@ class Plan:
     settings: dict[str, object]
     rollback: dict[str, Any]
     max_skips: int
+    max_retries: int | None
+    accumulate: int
     escalation: dict[str, int] | None
 
     def callbacks(self):
         return [
             NanCallback(state_every=1),
             Skip(max_skips=self.max_skips),
+            *([] if self.max_retries is None else [Retry(max_retries=self.max_retries)]),
             Rollback(**self.rollback),
             *([] if self.escalation is None else [Escalation(**self.escalation)]),
         ]
@@ -77,23 +81,27 @@ plans = st.builds(
         }
     ),
     max_skips=st.integers(0, 3),
+    max_retries=st.none() | st.integers(0, 3),
+    accumulate=st.integers(1, 2),
     escalation=st.none()
     | st.fixed_dictionaries({"max_skips": st.integers(0, 4), "max_rollbacks": st.integers(0, 3)}),
 )
 
 
 class Survivors:
-    """The batches that the state is made of, by step."""
+    """The batches that the state is made of, by step: those of its micro-batches."""
 
     def __init__(self):
-        self.made: list[tuple[int, int]] = []
+        self.made: list[tuple[int, list[int]]] = []
 
     def back_to(self, step):
-        self.made = [(at, batch) for at, batch in self.made if at < step]
+        self.made = [(at, batches) for at, batches in self.made if at < step]
 
     def state(self, plan):
         reference = build(**plan.settings)
-        train_by_hand(reference, [BATCHES[batch] for _, batch in self.made])
+        for _, batches in self.made:  # the last window may be a short one, and its loss is divided alike
+            reference.accumulate = plan.accumulate
+            train_by_hand(reference, [BATCHES[batch] for batch in batches])
         return reference.state()
 
 
@@ -111,8 +119,13 @@ def spoil(run, fault):
 
 def live(plan, run, folder, faults, survivors):
     """One process's life; True if it came to the end of the data."""
-    asked, fault = [False], None
-    with run.sentinel(plan.callbacks(), run_dir=folder, resume="auto") as sentinel:
+    asked, fault, armed = [False], None, []
+    run.model.enter.register_forward_hook(lambda _, __, output: output * armed.pop() if armed else None)
+
+    def forward(_, batch):
+        return run.loss(batch)
+
+    with run.sentinel(plan.callbacks(), run_dir=folder, resume="auto", forward=forward) as sentinel:
         survivors.back_to(sentinel.step_count)
         sentinel.on(
             BeforeClip,
@@ -121,19 +134,28 @@ def live(plan, run, folder, faults, survivors):
         position = sentinel.data_position
         if position["epoch"]:
             return True
-        for attempt, batch in enumerate(sentinel.steps(BATCHES)):
+        window: list[int] = []
+        for attempt, batch in enumerate(sentinel.steps(BATCHES, accumulate=plan.accumulate)):
             fault, step = faults.get(attempt), sentinel.step_count
-            number = next(n for n, one in enumerate(BATCHES) if one is batch)
-            asked[0] = fault == "back"
+            window.append(next(n for n, one in enumerate(BATCHES) if one is batch))
+            asked[0] = asked[0] or fault == "back"
+            if fault in {
+                "forward",
+                "overflow",
+            }:  # a passing one: it makes the loss NaN, or only statistics Inf
+                armed.append(math.nan if fault == "forward" else 1e30)
             loss = run.loss(batch)
             sentinel.backward(loss * math.nan if fault == "loss" else loss)
             if fault == "gradient":
                 run.model.head.bias.grad[1] = math.inf
-            sentinel.step(max_norm=run.max_norm)
+            if sentinel.step(max_norm=run.max_norm) is None:
+                continue
+            asked[0] = False
             if sentinel.step_count <= step:
                 survivors.back_to(sentinel.step_count)
             elif sentinel.applied:
-                survivors.made.append((step, number))
+                survivors.made.append((step, window))
+            window = []
             if fault in {"weight", "moment", "statistic"}:
                 spoil(run, fault)
         return fault not in {"weight", "moment", "statistic"}  # nobody has looked since

@@ -1,4 +1,4 @@
-"""Files that a page links to outside of docs/ become pages of the site, so that it is whole without a repository."""
+"""Files outside of docs/ that a page links to become pages of the site: it is whole without a repository."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - as mkdocs calls it
     """Lead the links of a page to the pages made above."""
     if page.file.src_uri.startswith(PREFIX + "/"):
         return markdown

@@ -1,4 +1,4 @@
-"""Writes the page reference.md: every public class with its arguments, made from the docstrings in the code."""
+"""Writes the page reference.md: every public class with its arguments, made from their docstrings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 PAGE = "reference.md"
 HEAD = """# Reference
 
-Made from the docstrings when the site is built: what each class is, each argument with its type and default. What a
-callback costs, when it fires and what it asks for is told in [callbacks.md](callbacks.md).
+Made from the docstrings when the site is built: what each class is, each argument with its type and default.
+What a callback costs, when it fires and what it asks for is told in [callbacks.md](callbacks.md).
 """
 
 

@@ -33,6 +33,9 @@ from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")
 
+_LONGEST = 1e9
+"""Seconds; torch.distributed counts a timeout in whole numbers of a fraction of one."""
+
 
 def with_defaults(callbacks: Sequence[Callback] | None, device: torch.device | None = None) -> list[Callback]:
     """Add the callbacks that every run needs and that were not given; some devices need one more."""
@@ -99,18 +102,34 @@ class HostOfRanks(Host, Protocol):
         """Return the modules that FSDP2 manages, with their names."""
 
 
+def check_seconds(timeout: Any, diagnosis_budget: Any = 0.0) -> None:
+    """Raise ConfigurationError unless both are seconds: a patience above 0, and a budget of 0 or more."""
+    for name, value in (("timeout", timeout), ("diagnosis_budget", diagnosis_budget)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r} must be a number of seconds")
+    if not 0 < timeout <= _LONGEST:
+        raise ConfigurationError(f"timeout={timeout} must be above 0 seconds, and at most {_LONGEST:.0e}")
+    if not diagnosis_budget >= 0:
+        raise ConfigurationError(f"diagnosis_budget={diagnosis_budget} must be 0 seconds or more")
+
+
 def make_run(
     host: HostOfRanks,
     run_dir: str | os.PathLike[str] | None,
     *,
     mesh: Any = None,
     timeout: float = 600.0,
+    diagnosis_budget: float = 30.0,
     local: LocalGradients | None = None,
 ) -> Run:
     """Return the run of this process; the directory is not made yet. Called on: every rank.
 
     `local` is what looks at this rank's own gradients, where a framework's adapter brings it along.
+
+    Raises:
+        ConfigurationError: for seconds that are none, before the ranks talk to each other.
     """
+    check_seconds(timeout, diagnosis_budget)
     consensus = default_consensus(host.device, timeout=timeout)
     unnamed = f"gradsentinel-runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     path = unnamed if run_dir is None else os.fspath(run_dir)
@@ -138,6 +157,7 @@ def make_run(
         rank=rank,
         explicit_directory=run_dir is not None,
         optimizers=host.optimizers,
+        diagnosis_budget=diagnosis_budget,
         local=local or LocalGradients(),
     )
     if run.explicit_directory:

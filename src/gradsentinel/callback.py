@@ -264,6 +264,12 @@ def check_callback(callback: object) -> Callback:
     """Return the callback if it can be registered; raises ConfigurationError saying what is wrong."""
     if isinstance(callback, type):
         raise ConfigurationError(f"{callback.__name__} is a class; give an instance: {callback.__name__}()")
+    if isinstance(getattr(callback, "callback", None), Callback):
+        name = type(callback).__name__
+        raise ConfigurationError(
+            f"{name} is a trainer's own callback around ours; here give the one inside: "
+            f"from gradsentinel import {name}"
+        )
     if not isinstance(callback, Callback):
         raise ConfigurationError(
             f"{type(callback).__name__} is not a gradsentinel.Callback; subclass Callback, or register "

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from gradsentinel.cann import Cann, cann_for, releases_for
+from gradsentinel.switches import SWITCHES
 from gradsentinel.wording import size_of
 
 SILENT_CHECK = "NPU_ASD_CONFIG"
@@ -275,18 +276,23 @@ def check_distributed(backends: tuple[str, ...] | None) -> Check:
 
 def check_determinism(kinds: set[str], environment: Mapping[str, str]) -> Check:
     """Judge whether a step that is computed again can come out the same, bit for bit."""
-    missing = []
-    if "cuda" in kinds and not environment.get("CUBLAS_WORKSPACE_CONFIG"):
-        missing.append("CUBLAS_WORKSPACE_CONFIG=:4096:8")
-    if "npu" in kinds and environment.get("HCCL_DETERMINISTIC", "").lower() not in {"true", "strict"}:
-        missing.append("HCCL_DETERMINISTIC=true")
+    switches = [switch for kind in sorted(kinds) for switch in SWITCHES.get(kind, ())]
+    missing = [switch for switch in switches if not switch.is_set(environment)]
     if not missing:
         return Check(name="determinism", state=State.OK, found="nothing in the environment stands against it")
     return Check(
         name="determinism",
         state=State.NOTE,
-        found="a step that is computed again may differ in the last bits",
-        remedy=f"export {' '.join(missing)}, and torch.use_deterministic_algorithms(True) in the script",
+        found="a step that is computed again may differ in the last bits"
+        + "".join(
+            f"; {one.variable}={environment[one.variable]} is not deterministic"
+            for one in missing
+            if environment.get(one.variable)
+        ),
+        remedy=f"export {' '.join(f'{one.variable}={one.values[0]}' for one in missing)}, and "
+        "torch.use_deterministic_algorithms(True) in the script; what it costs: "
+        + "; ".join(f"{one.variable}: {one.cost}" for one in missing)
+        + "; the latter is slower, and raises where an operator has no deterministic way",
     )
 
 

@@ -83,13 +83,6 @@ PARTS = (
     Part(
         names=("tensorboard",), purpose="TensorBoardCallback", minimum="2.16", install=_extra("tensorboard")
     ),
-    Part(
-        names=("prometheus-client",),
-        purpose="PrometheusCallback",
-        minimum="0.20",
-        install=_extra("prometheus"),
-    ),
-    Part(names=("mlflow-skinny", "mlflow"), purpose="MLflowSink", minimum="3.0", install=_extra("mlflow")),
     Part(names=("matplotlib",), purpose="loss curves as a PNG", minimum="3.8", install=_extra("demo")),
     Part(
         names=("lightning", "pytorch-lightning"),

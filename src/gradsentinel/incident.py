@@ -16,6 +16,8 @@ from gradsentinel.evidence import Diagnosis, Sample, TensorEvidence
 from gradsentinel.ranks.topology import Rank, fold_ranks
 
 SCHEMA = 1
+OF_THIS_STEP = "of_this_step"
+"""In the details of an incident about the state: only the step in flight spoilt it, and can be undone."""
 MOST_RANKS = 64
 """So many ranks of an incident are listed with their places; all of them are counted, and told in words."""
 
@@ -100,6 +102,11 @@ class Incident:
         ordered = sorted(ranks, key=lambda rank: rank.rank)
         self.ranks, self.unlisted = tuple(ordered[:MOST_RANKS]), max(0, len(ordered) - MOST_RANKS)
         self.ranks_folded = fold_ranks(rank.rank for rank in ordered) if self.unlisted else ""
+
+    @property
+    def can_be_undone(self) -> bool:
+        """True if the state was good before the step in flight, which has not been made yet."""
+        return bool(self.details.get(OF_THIS_STEP))
 
     @property
     def cured(self) -> bool:

@@ -18,6 +18,7 @@ from gradsentinel.ranks.testimony import Statement, bounded, open_incidents, sev
 from gradsentinel.recovery import Ladder
 from gradsentinel.run import Run
 from gradsentinel.testing import record_swallowed
+from gradsentinel.wording import printable
 
 logger = logging.getLogger("gradsentinel")
 
@@ -180,7 +181,8 @@ class Inquiry:
             return
         alone = self._run.consensus.world_size == 1
         where = "" if alone else f", {incident.who}"
-        logger.warning("step %d%s: %s", incident.step, where, text)
+        # Ids of records are in it, which may be anything; not every log takes that.
+        logger.warning("step %d%s: %s", incident.step, where, printable(text))
 
     def _write(self, incident: Incident) -> None:
         """Rank 0 writes the merged incident; the ranks' own evidence is their callbacks' business."""

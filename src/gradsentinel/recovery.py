@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.callback import Responder
-from gradsentinel.decision import Action, Severity
+from gradsentinel.decision import Action, Kind, Severity
 from gradsentinel.errors import RecoveryFailed, TrainingAborted
 from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.measures.inspection import nonfinite_in
@@ -22,7 +22,20 @@ from gradsentinel.testing import record_swallowed
 
 logger = logging.getLogger("gradsentinel")
 
+_RESUME = "; Sentinel(resume='auto') goes on from it"
+
 T = TypeVar("T")
+
+_OF_THE_STATE = {Kind.NONFINITE_PARAMETER, Kind.NONFINITE_STATE, Kind.RANK_DIVERGENCE}
+"""Incidents in which the state itself is what is bad."""
+_NOT_OF_THE_STEP = {
+    Kind.LOSS_SCALE,
+    Kind.STAGNATION,
+    Kind.DEVICE_HEALTH,
+    Kind.CALLBACK_ERROR,
+    Kind.CUSTOM,
+}
+"""Incidents that are no sign of a bad update, also where they come after it."""
 
 
 class Budget:
@@ -183,9 +196,11 @@ class Ladder:
 
     def _abort(self, incident: Incident, run: Run, *, asked: bool) -> NoReturn:
         kept = _leave_safely(incident, run)
-        incident.recovery = f"stopped: {_why(incident, asked=asked)}. {kept}"
-        aborted = TrainingAborted(
-            f"step {incident.step}: {incident.message}. {incident.recovery}. {_evidence(incident, run)}"
+        why = f"stopped: {_why(incident, asked=asked)}"
+        incident.recovery = f"{why}. {kept}"
+        aborted = TrainingAborted(  # the reason first, since the rest is long
+            f"step {incident.step}: {why}. {kept}. What was found: {incident.message}. "
+            f"{_evidence(incident, run)}"
         )
         aborted.incident, aborted.snapshot = incident, run.saved_at
         raise aborted
@@ -215,21 +230,29 @@ def _leave_safely(incident: Incident, run: Run) -> str:
         logger.exception("step %d: what it had done so far could not be undone", incident.step)
         record_swallowed(error)
     incident.action, incident.outcome, incident.severity = Action.ABORT, Outcome.ABORTED, Severity.CRITICAL
-    if run.known_good is None and run.applied and not run.health.scan():
+    if run.known_good is None and run.applied and _untouched(incident, run) and not run.health.scan():
         # Dropped steps change nothing, so this is the state from before the trouble.
         run.known_good = run.capture()
     saved = run.save_known_good()
     if run.lock is not None:
         run.lock.release()
     if saved is not None:
-        return f"The last good state is in {saved}; Sentinel(resume='auto') goes on from it"
+        return f"The last good state is in {saved}" + _RESUME * run.has_resume
     before = run.states.saved()
     if run.known_good is None and before:
         run.saved_at = str(before[max(before)])
-        return f"The newest state is still {run.saved_at}; Sentinel(resume='auto') goes on from it"
+        return f"The newest state is still {run.saved_at}" + _RESUME * run.has_resume
     if run.known_good is None:
         return "There is no good state to save; Rollback() keeps some"
     return "The last good state could not be saved, see the log"
+
+
+def _untouched(incident: Incident, run: Run) -> bool:
+    """Say whether the weights are those from before the trouble, and good as far as anybody knows."""
+    if incident.kind in _NOT_OF_THE_STEP:
+        return True
+    in_flight = incident.step == run.step and run.late_step is None
+    return in_flight and (incident.kind not in _OF_THE_STATE or incident.can_be_undone)
 
 
 def _evidence(incident: Incident, run: Run) -> str:

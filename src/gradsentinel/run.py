@@ -82,6 +82,8 @@ class Run:
     incidents: list[Incident] = field(default_factory=list)
     known_good: Snapshot | None = None
     """The newest state that later steps proved sound, or the one that the last rollback went to."""
+    has_resume: bool = True
+    """False where a run goes on from the framework's own checkpoint, and there is no `resume=`."""
     saved_at: str | None = None
     """Where the last good state was saved when the run was aborted."""
     optimizers: Sequence[Optimizer] = ()

@@ -98,8 +98,8 @@ class Sentinel:
         self.host = TorchHost(model, optimizer, scheduler=scheduler, scaler=scaler, extra=state)
         self.model = model
         self.forward = forward
-        run = make_run(self.host, run_dir, mesh=mesh, timeout=timeout)
-        run.model, run.forward, run.diagnosis_budget = model, forward, diagnosis_budget
+        run = make_run(self.host, run_dir, mesh=mesh, timeout=timeout, diagnosis_budget=diagnosis_budget)
+        run.model, run.forward = model, forward
         run.course.by_steps = True
         self._watch = Watch(
             run,

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,11 +181,16 @@ def write_json(path: Path, data: Any, *, indent: int | None = 2) -> None:
     """Write a JSON file so that a reader sees the old or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
-    with temporary.open("w", encoding="utf-8", errors=_LONE_SURROGATES) as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8", errors=_LONE_SURROGATES) as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # a full disk keeps an empty file
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def unused(directory: Path, name: str) -> Path:

@@ -93,7 +93,7 @@ class Watch:
         """Take note of a micro-batch that is about to enter the model."""
         if not self._begun:
             self.begin_step()
-        self.run.scene.add(batch, self.run.position)
+        self.run.scene.add(batch, self.run.position, self.run.skipped.drawn_by(self.run.position))
         if self.bus.hears(events.Batch):
             index = len(self.run.scene.microbatches) - 1
             self._pending += self.bus.emit(events.Batch(step=self.run.step, microbatch=index, batch=batch))

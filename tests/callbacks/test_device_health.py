@@ -459,10 +459,10 @@ def test_settings_that_make_no_sense_are_refused(settings):
 
 
 def test_a_source_that_cannot_be_made_is_told_and_the_run_goes_on(tmp_path, caplog, monkeypatch):
-    def fail(device):
+    def fail(_device):
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    monkeypatch.setattr("gradsentinel.callbacks.device_health.source_for", fail)
+    monkeypatch.setattr("gradsentinel.devices.cpu.Cpu.health_source", fail)
     with caplog.at_level(logging.WARNING, "gradsentinel"):
         sentinel, _ = run(tmp_path, steps=3, source=None)
     assert "libnvidia-ml.so.1" in caplog.text

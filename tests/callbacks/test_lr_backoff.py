@@ -30,6 +30,10 @@ from gradsentinel import (
 )
 from loops import differences
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in"
+)  # torch 2.6 says it of its own SequentialLR
+
 SCHEDULES: dict[str, Any] = {
     "none": lambda o: None,
     "lambda": lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),

@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -691,3 +693,44 @@ def test_retried_steps_do_not_add_up_to_a_rollback(tmp_path):
     assert [incident.severity.label for incident in faulty.sentinel.incidents] == ["warning"] * 4
     assert keep_too.known_good_steps == keep.known_good_steps
     assert_same(clean, faulty)
+
+
+@pytest.mark.parametrize("where", ["closure", "module", "numpy"])
+def test_a_generator_of_the_program_s_own_is_told_and_goes_on_as_if_it_had_drawn_once(where, tmp_path):
+    """Of the step that is computed again the numbers are others; of the steps after it they are the same."""
+
+    def life(folder: str, bad: int | None) -> tuple[list[float], Sentinel]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        own = np.random.default_rng(3) if where == "numpy" else torch.Generator().manual_seed(3)
+        if where == "module":
+            model.own = own
+        drawn = []
+
+        def noise(model: nn.Module) -> Tensor:
+            if where == "numpy":
+                return torch.from_numpy(own.standard_normal((8, 6))).float()
+            return torch.randn(8, 6, generator=model.own if where == "module" else own)
+
+        def forward(model: nn.Module, batch: Tensor) -> Tensor:
+            added = noise(model)
+            drawn.append(float(added[0, 0]))
+            return model(batch + added).square().mean()
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with Sentinel(
+            model, optimizer, callbacks=[NanCallback(), Retry()], run_dir=tmp_path / folder, forward=forward
+        ) as sentinel:
+            for number, batch in enumerate(sentinel.steps([torch.ones(8, 6)] * 6)):
+                loss = forward(model, batch)
+                sentinel.backward(loss * math.nan if number == bad else loss)
+                sentinel.step()
+        return drawn, sentinel
+
+    expected, _ = life("clean", None)
+    drawn, sentinel = life("faulty", 2)
+    incident = sentinel.incidents[0]
+    assert incident.outcome is Outcome.RETRIED
+    assert "no batch is lost" in incident.recovery
+    assert any("a generator of its own" in note for note in incident.notes)
+    assert drawn[:3] + drawn[4:] == expected

@@ -226,3 +226,20 @@ def test_a_parameter_named_like_markup_cannot_break_the_table(run_dir):
     text = markdown(incident)
     assert "<script>" not in text
     assert "\n# " not in text
+
+
+def test_a_writer_that_its_owner_closes_early_has_everything_and_is_left_as_it_was(run_dir, tmp_path):
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional dependency
+
+    writer = SummaryWriter(tmp_path / "board")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    callbacks = [NanCallback(), TensorBoardCallback(writer=writer)]
+    with Sentinel(model, optimizer, callbacks=callbacks, run_dir=run_dir) as sentinel:
+        for batch in sentinel.steps([torch.randn(8, 4) for _ in range(5)]):
+            sentinel.backward(model(batch).square().mean())
+            sentinel.step(max_norm=1.0)
+        writer.close()
+    assert len(list((tmp_path / "board").iterdir())) == 1
+    assert len(read(tmp_path / "board").Scalars("gradsentinel/loss")) == 5
+    assert "close" not in vars(writer)

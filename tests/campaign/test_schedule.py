@@ -66,7 +66,7 @@ def test_the_short_form_has_two_hundred_faults_and_the_long_one_two_thousand():
 
 
 def test_an_unknown_form_or_workload_is_answered_with_those_there_are():
-    with pytest.raises(ConfigurationError, match="tiny, short, long"):
+    with pytest.raises(ConfigurationError, match="tiny, small, short, long"):
         trials("huge", 1)
     with pytest.raises(ConfigurationError, match=r"'fairseq'.*plain, bits"):
         trials("tiny", 1, only=("fairseq",))

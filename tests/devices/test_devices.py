@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradsentinel.checks import check_determinism
+from gradsentinel.checks import State, check_determinism
 from gradsentinel.devices import device_of
 from gradsentinel.devices.cpu import Cpu
 from gradsentinel.devices.cuda import Cuda
 from gradsentinel.devices.device import Device
+from gradsentinel.devices.mps import Mps
 from gradsentinel.devices.npu import Npu
 from gradsentinel.diagnosis.environment import environment
 
@@ -21,7 +22,7 @@ META = torch.device("meta")
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("cpu", Cpu), ("cuda", Cuda), ("cuda:3", Cuda), ("xpu", Device), ("mps", Device)]
+    ("name", "kind"), [("cpu", Cpu), ("cuda", Cuda), ("cuda:3", Cuda), ("xpu", Device), ("mps", Mps)]
 )
 def test_the_type_of_the_device_decides(name, kind):
     found = device_of(name)
@@ -160,19 +161,46 @@ def test_in_inf_nan_mode_nobody_asks_for_the_flag(monkeypatch):
     assert (device.saturates, device.overflow_flag()) == (False, None)
 
 
-@pytest.mark.parametrize("kind", [Cuda, Npu])
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_the_switches_for_determinism_say_what_they_cost(kind, monkeypatch):
-    for switch in kind.switches:
+    switches = Device(SimpleNamespace(type=kind)).switches
+    assert switches
+    for switch in switches:
         assert switch.cost
-        assert not switch.is_set({})
-        assert not switch.is_set({switch.variable: "false"})
-        assert all(switch.is_set({switch.variable: value.upper()}) for value in switch.values)
-        advice = check_determinism(
-            {kind.__name__.lower()}, {}
-        )  # doctor works without torch, so it has its own
-        assert f"{switch.variable}={switch.values[0]}" in advice.remedy
+        for value in ("", "false", "nonsense"):
+            given = {switch.variable: value}
+            assert not switch.is_set(given)
+            advice = check_determinism({"cpu", kind}, given)
+            assert advice.state is State.NOTE
+            assert f"{switch.variable}={switch.values[0]}" in advice.remedy
+            assert f"{switch.variable}: {switch.cost}" in advice.remedy
+            assert (f"{switch.variable}={value} is not" in advice.found) == bool(value)
+        for value in switch.values:
+            assert switch.is_set({switch.variable: value.upper()})
+            assert check_determinism({kind}, {switch.variable: value}).state is State.OK
         monkeypatch.setenv(switch.variable, switch.values[0])
         assert environment()["variables"][switch.variable] == switch.values[0]  # in every bundle
+
+
+def test_what_a_bundle_says_of_a_device_is_what_the_device_says(monkeypatch):
+    monkeypatch.setenv("GRADSENTINEL_MARKS", "1")
+    found = environment()
+    assert {name: found[name] for name in ("cudnn", "matmul")} == device_of("cuda").settings()
+    assert found["matmul"]["allow_tf32"] is torch.backends.cuda.matmul.allow_tf32
+    assert found["cudnn"]["deterministic"] is torch.backends.cudnn.deterministic
+    assert found["variables"]["GRADSENTINEL_MARKS"] == "1"
+
+
+def test_the_doctor_knows_the_switches_without_torch():
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from gradsentinel.checks import check_determinism\n"
+        "print(check_determinism({'cuda'}, {}).remedy)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - this interpreter, our own code
+    assert found.returncode == 0, found.stderr
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in found.stdout
 
 
 def test_an_installation_that_cannot_be_imported_breaks_nothing(tmp_path):

@@ -7,11 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsentinel.devices.health import HealthUnavailable, source_for
+from gradsentinel.devices import device_of
+from gradsentinel.devices.health import HealthUnavailable
+from gradsentinel.devices.npu import Npu
 from gradsentinel.devices.npu_smi import VISIBLE, Chip, NpuSmi, ask, parse_ecc, parse_table
 from gradsentinel.devices.nvml import Nvml
 
@@ -246,8 +247,8 @@ def test_a_tool_that_never_stops_printing_is_read_to_a_bound(tmp_path):
 
 def test_who_is_asked_for_which_device():
     npu = SimpleNamespace(type="npu", index=3)  # torch has no name for it before torch_npu is loaded
-    assert isinstance(source_for(npu), NpuSmi)
-    assert source_for(npu).card == "npu 3"
-    assert isinstance(source_for(torch.device("cuda", 1)), Nvml)
-    assert source_for(torch.device("cpu")) is None
-    assert source_for(torch.device("meta")) is None
+    source = Npu(npu).health_source()
+    assert isinstance(source, NpuSmi)
+    assert source.card == "npu 3"
+    assert isinstance(device_of("cuda:1").health_source(), Nvml)
+    assert [device_of(name).health_source() for name in ("cpu", "meta", "xpu", "mps")] == [None] * 4

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gradsentinel import MagnitudeCallback, NanCallback, Rollback, Sentinel
 from gradsentinel.diagnosis.lone_weight import find_lone_weight
@@ -94,6 +95,70 @@ def test_a_flipped_bit_that_makes_the_loss_overflow(incidents_of):
     assert found.op == "aten.pow.Tensor_Scalar"
     assert "2.weight[1, 3]" in found.evidence[1]
     assert "2**128 times as much" in found.evidence[1]
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "no memory, two steps": lambda p: torch.optim.SGD(p, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("which", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["embedding", "one-hot"])
+def test_one_huge_gradient_of_one_row_is_no_flipped_bit(which, kind, run_dir):
+    """A corrupt count moves the weight of one item, as it should, and its neighbours stay as they were."""
+    items = 40
+
+    def weights(model, item):
+        return model(functional.one_hot(item, items).float()) if kind == "one-hot" else model(item)
+
+    def loss(model, batch):
+        return functional.poisson_nll_loss(weights(model, batch["item"])[:, 0], batch["count"])
+
+    model = nn.Linear(items, 1, bias=False) if kind == "one-hot" else nn.Embedding(items, 1)
+    nn.init.uniform_(model.weight, -0.2, 0.2)
+    batches = [{"item": torch.randperm(30)[:6], "count": torch.randint(1, 4, (6,)).float()} for _ in range(9)]
+    batches[6]["item"][0] = batches[7]["item"][0] = 35
+    batches[6]["count"][0] = 1e10
+    every = 2 if "two" in which else 1
+    optimizer = OPTIMIZERS[which](model.parameters())
+    with Sentinel(
+        model,
+        optimizer,
+        callbacks=[NanCallback(), Rollback(every=every, confirm_after=1)],
+        run_dir=run_dir,
+        forward=loss,
+    ) as sentinel:
+        for batch in sentinel.steps(batches):
+            sentinel.backward(loss(model, batch))
+            sentinel.step()
+    found = sentinel.incidents[0].diagnosis
+    assert found.cause in ("unknown", "optimizer", "data")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_that_cannot_have_moved_it_leaves_the_device(optimizer, run_dir):
+    """It divides by its own moments, so that a step is a few learning rates long at most."""
+    model = net()
+    model[2].weight.data[1, 3] = 0.25
+    plan = FaultPlan([FlipBit(steps=(4,), target="parameter", name="2.weight", bit=30, index=(1, 3))])
+    with (
+        Sentinel(
+            model,
+            optimizer(model.parameters(), lr=1e-3),
+            callbacks=[NanCallback(), Rollback(every=2, confirm_after=1, after=9)],
+            run_dir=run_dir,
+            forward=forward,
+        ) as sentinel,
+        plan.attach(model),
+    ):
+        for batch in sentinel.steps(plan.batches(records(5))):
+            sentinel.backward(forward(model, batch))
+            sentinel.step()
+    found = sentinel.incidents[0].diagnosis
+    assert found.cause == "hardware"
+    assert "can have moved it by" in "; ".join(found.evidence)
 
 
 def test_a_training_that_diverges_is_no_flipped_bit(incidents_of):

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -12,6 +13,20 @@ from torch.utils.checkpoint import checkpoint
 from gradsentinel import NanCallback, Sentinel
 from gradsentinel.diagnosis.replay import Replay
 from gradsentinel.diagnosis.trace import Trace
+
+
+class Meter:
+    """Counts, as an object of the user's own."""
+
+    def __init__(self):
+        self.count, self.total, self.past = 0, torch.zeros(2), [[0]]
+
+
+class Slim:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
 
 
 class Untidy(nn.Module):
@@ -29,8 +44,33 @@ class Untidy(nn.Module):
         self.calls = 0
         self.history = []
         self.cache = torch.zeros(4)
+        self.meter, self.slim = Meter(), Slim()
+        self.nested = {"a": [0, {"b": {1}}], "t": (torch.zeros(2), deque([1], maxlen=3))}
+        self.array = np.zeros(3)
+        self.drawn = torch.Generator().manual_seed(1)
+        self.dice, self.numpy_dice = random.Random(1), np.random.default_rng(1)
+        self.average = nn.Parameter(torch.ones(4))
+        self.writes = True
+
+    def _leave_traces(self):
+        self.meter.count += 1
+        self.meter.total += 1
+        self.meter.past[0].append(self.meter.count)
+        self.slim.count += 1
+        self.nested["a"][0] += 1
+        self.nested["a"][1]["b"].add(self.calls)
+        self.nested["t"][0].add_(1)
+        self.nested["t"][1].append(self.calls)
+        self.array += 1
+        torch.rand(2, generator=self.drawn)
+        self.dice.random()
+        self.numpy_dice.random()
+        if self.writes:  # a codebook, an average: written where autograd does not look
+            self.frozen.data.mul_(0.9)
+            self.average.data.add_(0.1)
 
     def forward(self, x):
+        self._leave_traces()
         self.calls += 1
         self.history.append(self.calls)
         self.late = "set in forward"
@@ -42,7 +82,18 @@ class Untidy(nn.Module):
             h = checkpoint(torch.tanh, h, use_reentrant=self.how == "reentrant")
         self.dropout.train(not self.dropout.training)
         self.dropout.train(not self.dropout.training)
-        return self.out(self.dropout(self.norm(h * self.frozen)))
+        return self.out(self.dropout(self.norm(h * self.frozen.clone() + self.average.clone())))
+
+
+def belongings(model: Untidy) -> tuple:
+    """What the model holds beside parameters and buffers, with the identity of its objects."""
+    nested = model.nested
+    return (
+        (model.meter.count, model.meter.total.clone(), copy.deepcopy(model.meter.past), model.slim.count),
+        (copy.deepcopy(nested), id(nested["a"][1]["b"]), id(nested["t"][0]), id(model.meter.past[0])),
+        (model.array.tolist(), id(model.array), model.drawn.get_state(), model.dice.getstate()),
+        repr(model.numpy_dice.bit_generator.state),
+    )
 
 
 def state(sentinel: Sentinel, model: Untidy) -> dict:
@@ -62,6 +113,7 @@ def state(sentinel: Sentinel, model: Untidy) -> dict:
         list(global_hooks._global_forward_hooks),
     )
     bits["plain"] = (model.calls, list(model.history), model.late, model.cache.clone(), id(model.cache))
+    bits["belongings"] = belongings(model)
     bits["random"] = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
     bits["grad mode"] = torch.is_grad_enabled()
     bits["autocast"] = torch.is_autocast_enabled("cpu")
@@ -132,6 +184,7 @@ def test_a_replay_leaves_no_trace(how, traced, scaled, sentinel_for):
 def test_a_replay_computes_what_the_run_computed(sentinel_for):
     """Dropout, three random generators and BatchNorm come out alike: the gradients are the same bits."""
     model = Untidy()
+    model.writes = False  # what the loop's own forward pass wrote into weights is in them by now
     sentinel = sentinel_for(model, lambda model, batch: model(batch).pow(2).mean())
     run = sentinel._watch.run
     for batch in sentinel.steps([torch.randn(8, 4) for _ in range(3)]):

@@ -67,7 +67,7 @@ def fit(folder, task, *, epochs=3, loader=None, accumulate=1, **settings):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_lightning_leaves_a_bad_record_out_and_draws_the_rest_of_its_batch(tmp_path, workers):
+def test_lightning_leaves_a_bad_record_out_and_keeps_the_size_of_its_batch(tmp_path, workers):
     task = Task(count=5, bad=(1,))
     loader = DataLoader(task.data(), batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0)
     _, module, record = fit(tmp_path, task, loader=loader)
@@ -75,7 +75,8 @@ def test_lightning_leaves_a_bad_record_out_and_draws_the_rest_of_its_batch(tmp_p
     (entry,) = record.run.skipped.entries
     assert [part.bad_indices() for part in entry.parts] == [(1 * BATCH + 3,)]
     sizes = [size for _, _, number, size in module.drawn if number == 1]
-    assert sizes == [8, 7, 7]
+    assert sizes == [8, 8, 8]
+    assert record.applied == [True, False] + [True] * 13
     assert module.validated == [0, 1, 2]
     assert not isinstance(loader.batch_sampler, SkipBatches)
 

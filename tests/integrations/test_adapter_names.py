@@ -68,7 +68,7 @@ def test_attributes_are_those_inside_and_bad_values_are_refused_at_once(ours):
         _ = one.nonsense
     with pytest.raises(ConfigurationError, match="every=0"):
         ours.Rollback(every=0)
-    with pytest.raises(ConfigurationError, match="timeout must be above 0"):
+    with pytest.raises(ConfigurationError, match="timeout=0 must be above 0"):
         ours.RunSettings(timeout=0)
 
 

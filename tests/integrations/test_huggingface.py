@@ -12,7 +12,16 @@ from drivers.bare import forget_accelerator
 from drivers.hf import hf_trainer, native, train
 from training import Recorder, Task, Trouble, quiet
 
-from gradsentinel import Action, NanCallback, Outcome, Retry, Rollback, Skip, TrainingAborted
+from gradsentinel import (
+    Action,
+    MagnitudeCallback,
+    NanCallback,
+    Outcome,
+    Retry,
+    Rollback,
+    Skip,
+    TrainingAborted,
+)
 from loops import differences, seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -85,9 +94,54 @@ def test_the_log_shows_a_nan_loss_whatever_the_filter_and_keeps_the_trainers_own
     losses = [line["loss"] for line in history if "loss" in line]
     assert len(losses) == 6
     assert math.isnan(losses[2]) is not filtered
-    assert math.isfinite(losses[3]) is filtered  # without its filter the Trainer's own sum stays NaN for good
+    assert math.isfinite(losses[3])
+    assert losses[2] == losses[1] or not filtered  # there is no step beside it that its line could be about
+    (end,) = [line for line in history if "train_loss" in line]
+    assert math.isfinite(end["train_loss"])
     data = json.loads(next((tmp_path / "run" / "incidents").iterdir()).joinpath("incident.json").read_text())
     assert data["loss"] == "nan"
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_healed_step_leaves_no_trace_in_the_log(tmp_path, accumulate, filtered):
+    def losses(name, trouble, *given):
+        seed(5)
+        task = Task(count=12, accumulate=accumulate, random=True, trouble=trouble)
+        trainer = train(task, tmp_path / name, list(given), logging_steps=2, logging_nan_inf_filter=filtered)
+        history = trainer.state.log_history
+        return [
+            line.get("loss", line.get("train_loss"))
+            for line in history
+            if "train_loss" in line or "loss" in line
+        ]
+
+    record = Recorder()
+    alone = losses("alone", Trouble())
+    healed = losses(
+        "healed", Trouble(loss={7: NAN}), *native(tmp_path / "run", record, NanCallback(), Retry())
+    )
+    assert [one.outcome for one in record.run.incidents] == [Outcome.RETRIED]
+    assert healed == alone
+
+
+@pytest.mark.parametrize("where", [0, 2, 5])
+@pytest.mark.parametrize("value", [NAN, 1e4])
+def test_a_dropped_step_is_in_no_mean(tmp_path, where, value):
+    record = Recorder()
+    watch = [NanCallback(), MagnitudeCallback(max_global_norm=500.0, action="skip")]
+    trainer = train(
+        Task(trouble=Trouble(loss={where: value}, transient=False)),
+        tmp_path,
+        native(tmp_path / "run", record, *watch),
+        logging_steps=6,
+    )
+    assert record.applied.count(False) == 1
+    made = [loss for number, loss in enumerate(record.losses) if number != where]
+    # In its place is the mean of those before it; of a first step 0, as with the Trainer's own filter.
+    instead = sum(made[:where]) / where if where else 0.0
+    (line,) = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert line == pytest.approx((sum(made) + instead) / 6, rel=1e-5)
 
 
 def test_events_go_into_the_files_of_the_trainers_own_tensorboard_callback(tmp_path, monkeypatch):

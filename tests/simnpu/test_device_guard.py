@@ -1,5 +1,7 @@
 """The device guard on a device that counts: no wait of the host, no unordered work, nothing bad applied."""
 
+from functools import partial
+
 import pytest
 import simulator
 import torch
@@ -121,3 +123,30 @@ def test_a_fault_at_any_step_never_reaches_the_state(tmp_path, kind):
             assert here.keys() == there.keys()
             assert all(torch.equal(there[key], value) for key, value in here.items())
         assert device[3] == []
+
+
+def after_an_incident(folder, *, named):
+    model, optimizer = make()
+    data = batches(40, bad=8)
+    if named:
+        data = [(batch, f"batch {number}") for number, batch in enumerate(data)]
+    drawn, waits = [], {}
+    sentinel = Sentinel(model, optimizer, run_dir=folder, guard="device")
+    with sentinel:
+        for _epoch in range(2):
+            for step, batch in enumerate(sentinel.steps(data)):
+                drawn.append(step)
+                waits[len(drawn)] = sum(simulator.counts().syncs.values())
+                values = batch[0] if isinstance(batch, tuple) else batch
+                sentinel.backward(model(values).square().mean())
+                sentinel.step(1.0)
+    told = [(i.step, str(i.kind), str(i.outcome)) for i in sentinel.incidents]
+    return told, len(drawn), [waits[40] - waits[15], waits[79] - waits[55]]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_after_an_incident_the_host_waits_for_nothing_again(tmp_path, named):
+    told, drawn, waits = run_on_npu(partial(after_an_incident, named=named), tmp_path)
+    assert told == [(8, "nonfinite_input", "skipped")]
+    assert drawn == 79  # the bad batch is left out at its place in the second epoch
+    assert waits == [0, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradsentinel.again.backward import BackwardPass, Reduction, run_backward
+from gradsentinel.again.generators import own_generators
 from gradsentinel.devices import device_of
 from gradsentinel.gradients import GradientView
 from gradsentinel.measures.inspection import nonfinite_in
@@ -79,6 +80,8 @@ class Recomputed:
     """True if only the gradients are not finite, and there is a GradScaler whose business that may be."""
     draws_alike: bool = True
     """True if it left the random generators of this rank where the loop's own step had."""
+    own_draws: bool = False
+    """True if `forward=` drew, on this rank, from a generator that the program made itself."""
     grad_norm: float = 0.0
     marks: Mapping[str, Mark] = field(default_factory=dict)
     """Of this rank's gradients, also of those that are not finite and are gone."""
@@ -150,7 +153,8 @@ def recompute(
     the model as the loop calls it: compiled code, DDP and FSDP do what they always do. Micro-batches that
     the loop did not reduce (`no_sync`) are not reduced here either. Gradients are reduced and unscaled
     then, and not clipped; the GradScaler is as it is in the loop at that moment. The random generators go
-    on from where the loop's own step had left them. If it fails on some rank, or if the outcome is not
+    on from where the loop's own step had left them, and so do those of the program that can be found. If it
+    fails on some rank, or if the outcome is not
     finite, everything is undone as for a dropped step, on every rank.
 
     Ranks talk in the forward and backward pass, so a rank on which `forward=` raises keeps the others
@@ -167,6 +171,7 @@ def recompute(
     losses: list[Tensor] = []
     failure: Exception | None = None
     after_forward = after_loop
+    own = own_generators(run)
     try:
         with torch.enable_grad(), _counters_kept(run):
             _clear(run)
@@ -179,11 +184,13 @@ def recompute(
         failure = error.with_traceback(None)  # its frames hold the activations
     finally:
         after_loop.restore()
+        moved = [generator for generator in own if generator.put_back()]
     if not run.consensus.all_of(failure is None):
         _clear(run, flags)
         told = run.consensus.gather("" if failure is None else f"{type(failure).__name__}: {failure}")
         return Recomputed(failure=f"computing the step again failed: {next(filter(None, told))}")
     outcome = _look_at(run, tuple(losses), draws_alike=_same_draws(after_loop, after_forward))
+    outcome = replace(outcome, own_draws=bool(moved))
     if not outcome.finite and not outcome.overflow:
         _clear(run, flags)
     return outcome

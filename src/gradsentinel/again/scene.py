@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradsentinel.again.backward import BackwardPass
+from gradsentinel.data.records import sample_ids
 from gradsentinel.state.buffers import BufferShadow, version_of
 from gradsentinel.state.rng import RngState
 from gradsentinel.state.tree import tensors_in
@@ -25,6 +26,24 @@ class MicroBatch:
     """Where it was in the data: epoch, and number of the micro-batch in it."""
     versions: tuple[tuple[Tensor, int], ...] = ()
     """Its tensors, and how often each had been written to by then."""
+    indices: tuple[Any, ...] = ()
+    """What its records were drawn by from the data set, if a `SkipBatches` sampler drew them."""
+
+    @property
+    def ids(self) -> dict[int, Any]:
+        """The user's own ids of the records, by position; else their indices in the data set, if known."""
+        return sample_ids(self.batch) or dict(enumerate(self.places))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where its records are in the data set, by position.
+
+        Nothing if that is not known, or if its rows are not what was drawn: a collate function may pack
+        several records into one row, or make two of one.
+        """
+        rows = {tensor.size(0) for _, tensor in tensors_in(self.batch) if tensor.dim()}
+        known = len(self.indices) in rows and all(isinstance(index, int) for index in self.indices)
+        return self.indices if known else ()
 
     @property
     def written(self) -> bool:
@@ -68,14 +87,14 @@ class Scene:
         self.buffers.capture()
         self.rng = RngState.capture(self._device_types) if rng else None
 
-    def add(self, batch: Any, position: tuple[int, int] | None = None) -> None:
-        """Remember a micro-batch that is about to enter the model, and where it was in the data."""
+    def add(self, batch: Any, position: tuple[int, int] | None = None, indices: tuple[Any, ...] = ()) -> None:
+        """Remember a micro-batch that is about to enter the model, and what it is of the data."""
         rng = RngState.capture(self._device_types)
         if not self.microbatches:
             self.rng = rng
         tensors = (tensor for _, tensor in tensors_in(batch)) if self.notes_writes else ()
         versions = tuple((tensor, version_of(tensor)) for tensor in tensors)
-        self.microbatches.append(MicroBatch(len(self.microbatches), batch, rng, position, versions))
+        self.microbatches.append(MicroBatch(len(self.microbatches), batch, rng, position, versions, indices))
 
     def as_mapping(self) -> Mapping[str, Any]:
         """Return the scene as the incident event carries it."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel import events
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.callback import Comparer
 from gradsentinel.callbacks.batch_evidence import (
     evidence_of,
@@ -33,6 +34,7 @@ from gradsentinel.callbacks.batch_meter import (
     Reading,
 )
 from gradsentinel.callbacks.batch_share import Share
+from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.evidence import Evidence, Finding
@@ -56,7 +58,14 @@ class _Look:
     bad: Tensor | None = None
     """0-dim bool on the run's device: is something wrong that may spoil the step? None: nothing is."""
     empty: bool = False
+    drawn: MicroBatch | None = None
+    """The same as the run has it."""
     letters: list[tuple[Reading, Mailbox, Letter]] = field(default_factory=list)
+
+    @property
+    def ids(self) -> dict[int, Any]:
+        """The ids of its records, by position."""
+        return sample_ids(self.batch) if self.drawn is None else self.drawn.ids
 
     def arrived(self) -> bool:
         """Return True if its numbers can be read."""
@@ -152,6 +161,8 @@ class BatchCallback(Comparer):
         self._in_flight = True
         fields = self._reader.read(event.batch)
         look = _Look(event.step, event.microbatch, event.batch, empty=is_empty(event.batch, fields))
+        if self._run is not None and self._run.scene.microbatches:
+            look.drawn = self._run.scene.microbatches[-1]
         self._looks.append(look)
         self._waiting.append(look)
         self._hint([one.path for one, _ in fields])
@@ -222,7 +233,7 @@ class BatchCallback(Comparer):
                 )
                 faults = [fault for fault in faults if only in {None, fault.mark}]
                 if faults:
-                    return evidence_of(faults, look.batch, Action.parse(self.action), look.microbatch)
+                    return evidence_of(faults, look.ids, Action.parse(self.action), look.microbatch)
             return None
 
         return confirm
@@ -302,7 +313,7 @@ class BatchCallback(Comparer):
             )
             faults = [fault for fault in found if (fault.mark, fault.path) in marks]
             note = _HARMLESS + (_ON_PURPOSE if any(fault.mark == NONFINITE for fault in faults) else "")
-            return evidence_of(faults, look.batch, Action.WARN, look.microbatch, note) if faults else None
+            return evidence_of(faults, look.ids, Action.WARN, look.microbatch, note) if faults else None
 
         return confirm
 
@@ -365,4 +376,4 @@ def _warning(confirm: Callable[[], Evidence | None]) -> Finding:
 
 
 def _told_of(odd: Sequence[Oddity], look: _Look) -> Callable[[], Evidence | None]:
-    return lambda: evidence_of_oddities(odd, look.batch, look.microbatch)
+    return lambda: evidence_of_oddities(odd, look.batch, look.ids, look.microbatch)

@@ -21,7 +21,6 @@ from gradsentinel.callbacks.batch_meter import (
     UNSELECTED,
     fully_masked_rows,
 )
-from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Action, Kind
 from gradsentinel.diagnosis.scan import bad_values
 from gradsentinel.evidence import Diagnosis, Evidence, Sample
@@ -85,11 +84,11 @@ def facts_of_failure(
 
 
 def evidence_of(
-    faults: Sequence[Fault], batch: Any, action: Action, microbatch: int | None, note: str = ""
+    faults: Sequence[Fault], ids: dict[int, Any], action: Action, microbatch: int | None, note: str = ""
 ) -> Evidence:
-    """Return the evidence of what is wrong with a batch; there is at least one fault."""
+    """Return the evidence of what is wrong with a batch, whose records have these ids; there is a fault."""
     first = faults[0]
-    ids = sample_ids(batch)
+    named = f", of {_who(first.rows, ids)}" if any(row in ids for row in first.rows) else ""
     samples = tuple(
         Sample(position=row, id=ids.get(row), field=fault.path) for fault in faults for row in fault.rows
     )
@@ -97,7 +96,7 @@ def evidence_of(
     return Evidence(
         kind=Kind.NONFINITE_INPUT,
         action=action,
-        message=f"bad data: {first.fact}" + (f"; {note}" if note else ""),
+        message=f"bad data: {first.fact}{named}" + (f"; {note}" if note else ""),
         microbatch=microbatch,
         samples=samples[:_MAX_SAMPLES],
         diagnosis=Diagnosis(
@@ -111,12 +110,13 @@ def evidence_of(
     )
 
 
-def evidence_of_oddities(odd: Sequence[Oddity], batch: Any, microbatch: int) -> Evidence | None:
+def evidence_of_oddities(
+    odd: Sequence[Oddity], batch: Any, ids: dict[int, Any], microbatch: int
+) -> Evidence | None:
     """Return the evidence of what is out of the ordinary, None if it is not so after all."""
     tensors = dict(tensors_in(batch))
     facts: list[str] = []
     samples: list[Sample] = []
-    ids = sample_ids(batch)
     for oddity in odd:
         if oddity.what == COPIES and not _has_copies(batch):
             continue

@@ -16,7 +16,8 @@ from gradsentinel.callbacks.silent_check import SilentCheckLog
 from gradsentinel.callbacks.suspicion import Seat, Suspect, Suspicion, part_of
 from gradsentinel.callbacks.worries import Worries
 from gradsentinel.decision import Action, Kind
-from gradsentinel.devices.health import HealthSource, Reading, source_for
+from gradsentinel.devices import device_of
+from gradsentinel.devices.health import HealthSource, Reading
 from gradsentinel.devices.polling import Poller
 from gradsentinel.diagnosis.self_test import KINDS, SelfTest, run_self_test
 from gradsentinel.errors import ConfigurationError
@@ -265,7 +266,7 @@ class DeviceHealthCallback(Detector):
 
     def _find_source(self, run: Run) -> HealthSource | None:
         try:
-            return self.source if self.source is not None else source_for(run.host.device)
+            return self.source if self.source is not None else device_of(run.host.device).health_source()
         except Exception as error:  # noqa: BLE001 - whatever the driver says: training does without
             logger.warning("the health of %s is not watched: %s", run.host.device, error)
             return None

@@ -14,7 +14,8 @@ from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.gradients import GradientView
-from gradsentinel.incident import Outcome, fold
+from gradsentinel.incident import OF_THIS_STEP, Outcome, fold
+from gradsentinel.measures.inspection import nonfinite_in
 from gradsentinel.run import Run
 
 _SCALE_HINT = (
@@ -84,8 +85,11 @@ class NanCallback(Detector):
         return float("inf")
 
     def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool:
-        """Return True: a finite norm is one of finite gradients, and it is only asked about finite losses."""
-        return True
+        """Return True unless the step may have spoilt buffers and nothing else, and that is to be looked at.
+
+        A finite norm is one of finite gradients, and it is only asked about finite losses.
+        """
+        return not self._buffers_due(step)
 
     def on_run_start(self, event: events.RunStart) -> Sequence[Finding]:
         """Look at the initial state: an uninitialised parameter is named before any training."""
@@ -123,8 +127,31 @@ class NanCallback(Detector):
             microbatch=microbatch,
         )
 
-    def on_before_clip(self, event: events.BeforeClip) -> Finding:
-        """Judge the gradients through their global norm, or the loss scale if there is a scaler."""
+    def on_before_clip(self, event: events.BeforeClip) -> list[Finding]:
+        """Judge the gradients through their global norm, or the loss scale if there is a scaler.
+
+        And, where the state is due after this step, what its forward pass has written to buffers: now that
+        can still be put back, and the weights have not moved.
+        """
+        found = [self._look_at_gradients(event)]
+        run = self._run
+        if run is not None and self._buffers_due(event.step):
+            view, scaled = event.gradients, event.loss_scale is not None
+            found.append(
+                Finding(
+                    kind=Kind.NONFINITE_STATE,
+                    value=run.health.buffer_norm(),
+                    action=Action.parse(self.action),
+                    confirm=lambda: self._confirm_buffers(run, view, scaled=scaled),
+                )
+            )
+        return found
+
+    def _buffers_due(self, step: int) -> bool:
+        run = self._run
+        return run is not None and self.checks_after_step(step) and any(True for _ in run.health.buffers())
+
+    def _look_at_gradients(self, event: events.BeforeClip) -> Finding:
         step, view = self._step, event.gradients
         step.view = view
         if event.loss_scale is not None and event.overflow is not None:
@@ -240,6 +267,25 @@ class NanCallback(Detector):
             tensors=tensors,
             diagnosis=_unexplained("backward", _SCALE_HINT),
             details={"loss_scale": value},
+        )
+
+    def _confirm_buffers(self, run: Run, view: GradientView, *, scaled: bool) -> Evidence | None:
+        """Tell statistics that this step has spoilt from those that were bad before, and from a bad step."""
+        losses = [done.loss for done in run.scene.passes if done.loss is not None]
+        if not all(bool(torch.isfinite(loss).all()) for loss in losses):
+            return None  # that is somebody else's finding, and cured together with it
+        if not scaled and not bool(torch.isfinite(view.total_norm)):
+            return None
+        spoilt = nonfinite_in(run.health.buffers())
+        if not spoilt or run.health.scan(before_step=True):
+            return None  # what was bad before is found after the step
+        return Evidence(
+            kind=Kind.NONFINITE_STATE,
+            action=Action.parse(self.action),
+            message=f"the forward pass made buffers non-finite: {_name(spoilt)}, and nothing else",
+            tensors=spoilt,
+            diagnosis=_unexplained("forward"),
+            details={OF_THIS_STEP: True},
         )
 
     def _confirm_state(self, *, before_step: bool) -> Evidence | None:

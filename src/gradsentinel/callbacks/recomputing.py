@@ -44,7 +44,8 @@ class Recomputing(Responder):
     @staticmethod
     def _ready(incident: Incident, run: Run) -> bool:
         """Say whether every rank can compute the step again; notes why not. Called on: every rank."""
-        if incident.kind in HOPELESS or incident.step != run.step:
+        hopeless = incident.kind in HOPELESS and not incident.can_be_undone
+        if hopeless or incident.step != run.step:
             return False
         reasons = run.consensus.gather(reason_against(run))
         if not any(reasons):

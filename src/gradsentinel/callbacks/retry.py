@@ -26,6 +26,10 @@ _OTHER_LOSS = 1e-2
 """Losses of the same micro-batch that differ by more than this, relatively, are not the same loss."""
 _IN_VAIN = 3
 """So many overflows in a window that came back: the scaler is at its limit, as it should be."""
+_OWN_DRAWS = (
+    "forward= draws from a generator of its own, which is not put back for the second computation: the step "
+    "was made with other random numbers than without the fault"
+)
 _DOUBLE = math.log(2)
 _LEAST_SCALE = 1.0
 
@@ -138,7 +142,7 @@ class Retry(Recomputing, Detector):
             if again.overflow and self._is_scalers(incident, run):
                 return self._leave_to_scaler(run)
             same = run.consensus.all_of(_same(before, again.marks))
-            if again.finite and (incident.kind in NONFINITE or not same):
+            if again.finite and (incident.kind in NONFINITE or incident.can_be_undone or not same):
                 return self._use(again, attempt, incident, run)
             if again.finite:
                 run.undo_step()  # as large as before: nobody may step with it
@@ -161,8 +165,12 @@ class Retry(Recomputing, Detector):
             incident.notes += (
                 "forward= drew other random numbers than the loop, which goes on from where its own step was",
             )
+        own = not run.consensus.all_of(not again.own_draws)
+        if own:
+            incident.notes += (_OWN_DRAWS,)
         self._budget.spend(run.iteration)
         left = self._budget.left(run.iteration)
+        lost = "no batch" if own else "nothing"
         incident.details["retry"] = {
             "attempts": attempt,
             "loss": again.loss,
@@ -171,7 +179,7 @@ class Retry(Recomputing, Detector):
         return Recovery(
             outcome=Outcome.RETRIED,
             apply=True,
-            message=f"computed again and finite, nothing is lost ({left} of {self.max_retries} retries left)",
+            message=f"computed again and finite, {lost} is lost ({left} of {self.max_retries} retries left)",
         )
 
     def _is_likely(self, again: Recomputed, run: Run) -> bool:

@@ -331,7 +331,10 @@ class SaturationCallback(Detector):
             "use bfloat16 instead of float16",
         ]
         if saturating:
-            remedy.append("where the device supports it, switch INF/NAN mode on (INF_NAN_MODE_ENABLE=1)")
+            remedy.append(
+                "on Ascend A2 and A3 unset INF_NAN_MODE_FORCE_DISABLE and INF_NAN_MODE_ENABLE: INF/NAN mode "
+                "is the default there; the Atlas training series (910A) has only this one"
+            )
         return Evidence(
             kind=Kind.SATURATION,
             action=Action.parse(self.action),

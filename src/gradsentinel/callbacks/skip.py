@@ -124,7 +124,8 @@ class Skip(Responder):
 
 def _may_be_data(incident: Incident, outcome: Outcome) -> bool:
     """Say whether the batch may have had to do with it."""
-    if incident.kind in _NOT_OF_DATA or (incident.kind is Kind.CUSTOM and outcome is Outcome.ABORTED):
+    not_of_data = incident.kind in _NOT_OF_DATA and not incident.can_be_undone
+    if not_of_data or (incident.kind is Kind.CUSTOM and outcome is Outcome.ABORTED):
         return False
     found = incident.diagnosis
     return found is None or found.confidence < _CERTAIN or found.cause not in _NOT_THE_DATA
@@ -155,7 +156,7 @@ def _drawn(microbatch: MicroBatch, incident: Incident, run: Run) -> _Drawn:
         fingerprint=fingerprint(microbatch.batch),
         ids=tuple(map(jsonable, sample_ids(microbatch.batch).values())),
         samples=tuple({one["position"]: one for one in samples}.values()),
-        indices=run.skipped.indices_of(microbatch.position),
+        indices=microbatch.places,
     )
     return microbatch.position, part
 

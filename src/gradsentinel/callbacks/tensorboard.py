@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ class TensorBoardCallback(GathersNumbers):
     writer: Any = field(default=None, repr=False)  # an object of this process, no setting to compare
     """A SummaryWriter to write to instead of making one, such as a logger's own; it is not closed."""
     _sink: TensorBoardSink | None = field(default=None, init=False, repr=False)
+    _unwrap: Callable[[], object] | None = field(default=None, init=False, repr=False)
+    """Takes back what was done to a writer that was given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +78,7 @@ class TensorBoardCallback(GathersNumbers):
         """Open the writer, lay out the custom page and write the settings."""
         if self.writer is not None:
             self._sink = TensorBoardSink(writer=self.writer)
+            self._unwrap = _before_closing(self.writer, self._hand_over_all)
         else:
             self._sink = TensorBoardSink(self.log_dir or run.directory.path)
         self._sink.layout(_LAYOUT)
@@ -90,6 +93,11 @@ class TensorBoardCallback(GathersNumbers):
         for picture in pictures:
             sink.histogram(picture.step, picture.name, picture.histogram, picture.time)
         sink.flush()  # a process that is killed loses what is gathered next, and no more
+
+    def _hand_over_all(self) -> None:
+        if self._run is not None:
+            self._gathered.take_published(self._run)
+        self._hand_over(self._gathered.rows(), self._gathered.pictures())
 
     def _look_at(self, incident: Incident, run: Run) -> None:
         """Write how large the numbers in the suspects and their gradients are."""
@@ -107,6 +115,8 @@ class TensorBoardCallback(GathersNumbers):
             self._sink.text(incident.iteration, "incident", markdown(incident))
 
     def _close(self) -> None:
+        if self._unwrap is not None:
+            self._unwrap()
         if self._sink is not None:
             self._sink.close()
             self._sink = None
@@ -126,6 +136,23 @@ def settings_of(callbacks: Sequence[Callback]) -> Iterator[tuple[str, str | floa
             if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
                 value = str(value)
             yield f"{kind}/{one.name}", value
+
+
+def _before_closing(writer: Any, hand_over: Callable[[], None]) -> Callable[[], object]:
+    """Have this writer take what is gathered when its owner closes it; returns what undoes that.
+
+    A framework may close its own writer before our run has ended; what came later would need a file anew.
+    """
+    close = getattr(writer, "close", None)
+    if not callable(close) or "close" in getattr(writer, "__dict__", {"close": None}):
+        return lambda: None
+
+    def handed_over() -> Any:
+        hand_over()
+        return close()
+
+    writer.close = handed_over
+    return lambda: vars(writer).pop("close", None)
 
 
 def _histograms(incident: Incident, run: Run) -> Iterator[tuple[str, Histogram]]:

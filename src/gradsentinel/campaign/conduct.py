@@ -17,7 +17,7 @@ from gradsentinel.campaign.plan import impossible, trials
 from gradsentinel.campaign.plots import draw
 from gradsentinel.campaign.pool import run
 from gradsentinel.campaign.report import results
-from gradsentinel.campaign.trial import SCHEMA
+from gradsentinel.campaign.trial import SCHEMA, Trial
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.incident import jsonable
 
@@ -27,7 +27,7 @@ class Orders:
     """What a campaign is to do."""
 
     form: str
-    """`tiny`, `short` or `long`."""
+    """`tiny`, `small`, `short` or `long`."""
     seed: int
     folder: Path
     """Where the trials leave their results, and the page is written."""
@@ -59,6 +59,7 @@ def conduct(orders: Orders, console: Console) -> dict[str, Any]:
     if not planned:
         raise ConfigurationError("nothing of this campaign can be run here")
     before = _settle(orders)
+    _forget_failures(planned, orders.folder)
     total = sum(len(trial.policies) for trial in planned)
     missing = sum(len(trial.missing(orders.folder)) for trial in planned)
     started = time.monotonic()
@@ -126,6 +127,15 @@ def _settle(orders: Orders) -> float:
         shutil.rmtree(orders.folder / "trials", ignore_errors=True)
     mark.write_text(json.dumps({**mine, "seconds": spent}), encoding="utf-8")
     return spent
+
+
+def _forget_failures(planned: list[Trial], folder: Path) -> None:
+    """Remove what failed, so that it is tried again."""
+    for trial in planned:
+        for policy in trial.policies:
+            path = trial.file(folder, policy)
+            if path.is_file() and "failed" in json.loads(path.read_text(encoding="utf-8")):
+                path.unlink()
 
 
 def _remember(orders: Orders, seconds: float) -> None:

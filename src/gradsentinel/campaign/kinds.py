@@ -36,6 +36,8 @@ class Site:
     optimizer: Any
     scale: Any = None
     """An object whose attribute `scale` is the loss scale; None without a loss scaler."""
+    linear: str = "*blocks.*.mlp.*"
+    """Pattern of modules that multiply matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +70,9 @@ def _outlier(when: dict[str, Any], dice: Dice, _site: Site) -> Fault:
     return SpoilField(field="weight", change="scale", factor=factor, position=0, **when)
 
 
-def _operator(when: dict[str, Any], dice: Dice, _site: Site) -> Fault:
+def _operator(when: dict[str, Any], dice: Dice, site: Site) -> Fault:
     operator = dice.choice(("uninitialised_rows", "sign_flip", "zero"), "operator")
-    return WrongOperator(operator=operator, module="*blocks.*.mlp.*", **when)
+    return WrongOperator(operator=operator, module=site.linear, **when)
 
 
 def _flip(target: Any) -> Make:
@@ -116,7 +118,7 @@ KINDS: tuple[Kind, ...] = (
         family="precision",
         cause="precision",
         persistence=_ALWAYS,
-        make=lambda when, *_: MatmulOverflow(module="*blocks.*.mlp.*", dtype=torch.float16, **when),
+        make=lambda when, _, site: MatmulOverflow(module=site.linear, dtype=torch.float16, **when),
     ),
     Kind(
         name="adam-eps",
@@ -175,4 +177,11 @@ KINDS: tuple[Kind, ...] = (
         make=_operator,
     ),
 )
+FOR_MEGATRON = tuple(
+    kind
+    for kind in KINDS
+    if kind.name
+    in {"nan-sample", "inf-sample", "empty-mask", "linear-overflow", "nan-gradient", "flip-gradient"}
+)
+"""Those that fit a model whose modules and optimizer are Megatron's."""
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -51,7 +51,7 @@ def _about(results: Mapping[str, Any]) -> str:
 def _goals(goals: Sequence[Mapping[str, Any]]) -> str:
     met = {True: "met", False: "**not met**", None: "not measured"}
     rows = [(one["goal"], one["wanted"], _or(one["measured"]), met[one["met"]], one["note"]) for one in goals]
-    return "## Goals\n\n" + table(("goal", "wanted", "measured", "", ""), rows)
+    return "## Goals\n\n" + table(("goal", "wanted", "measured", "verdict", "note"), rows)
 
 
 _TITLES = {

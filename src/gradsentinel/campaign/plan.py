@@ -33,6 +33,13 @@ FORMS: dict[str, tuple[Share, ...]] = {
         Share("plain", 1, 4, 16, LOOP),
         Share("bits", 1, 3, 8, FRAMEWORK),
     ),
+    "small": (
+        Share("megatron", 1, 6, 10, MEGATRON),
+        Share("plain", 2, 10, 100, LOOP),
+        Share("scaler", 1, 10, 100, LOOP),
+        Share("lightning", 1, 5, 100, FRAMEWORK),
+        Share("bits", 4, 24, 16, FRAMEWORK),
+    ),
     "short": (
         Share("megatron", 1, 12, 10, MEGATRON),  # first: it has the machine for itself
         Share("plain", 14, 10, 100, LOOP),

@@ -123,7 +123,10 @@ def _bare(job: Job, feed: Feed, *, dies: bool) -> None:
             scaler.unscale_(job.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(job.model.parameters(), MAX_NORM)
         finite = math.isfinite(float(loss.detach())) and math.isfinite(float(norm))
-        if dies and not finite:
+        # Gradients that overflow are a GradScaler's own business.
+        if dies and not (finite if scaler is None else math.isfinite(float(loss.detach()))):
+            if scaler is not None:
+                scaler.update()  # it is in the midst of a step, and the next life goes on with it
             job.journal.step(job.journal.number, applied=False, finite=False)
             raise JobDiedError(f"loss {float(loss.detach())}, gradient norm {float(norm)}")
         if scaler is None:

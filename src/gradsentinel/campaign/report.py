@@ -51,7 +51,7 @@ def results(trials: Sequence[Trial], folder: Path, facts: dict[str, Any]) -> dic
     groups = {"loops": [s for s in scores if s.workload in LOOPS]}
     groups |= {w: [s for s in scores if s.workload == w] for w in workloads if w not in LOOPS}
     tables = {
-        name: {policy: totals(of, _of(group, "nothing")) for policy, of in _policies(group).items()}
+        name: {policy: totals(of, _of(group, "clean")) for policy, of in _policies(group).items()}
         for name, group in groups.items()
         if group
     }

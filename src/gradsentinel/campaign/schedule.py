@@ -43,7 +43,8 @@ class Planned:
 
     def fault(self, site: Site) -> Fault:
         """Make it, for a model with this optimizer and loss scaler."""
-        when: dict[str, Any] = {"steps": (self.step,), "persistent": self.persistent}
+        ranks = None if self.rank is None else (self.rank,)
+        when: dict[str, Any] = {"steps": (self.step,), "persistent": self.persistent, "ranks": ranks}
         if self.bit is not None:
             target: Any = dict(zip(("flip-activation", "flip-weight", "flip-gradient"), FLIPPED, strict=True))
             return FlipBit(target=target[self.kind], bit=self.bit, **when)

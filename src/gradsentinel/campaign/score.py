@@ -82,7 +82,9 @@ class Score:
 def score(result: Result, clean: Result | None) -> Score:
     """Score one run; `clean` is the same trial without faults."""
     faults = {int(one["step"]): one for one in result["faults"]}
-    truths = {} if clean is None else {int(one["number"]): one for one in clean["truths"]}
+    # With several ranks no copy is tried: the run itself knows what was put in.
+    known = [*(() if clean is None else clean["truths"]), *result["truths"]]
+    truths = {int(one["number"]): one for one in known}
     kept, bad = set(result["kept"]), set(result["bad"])
     assigned, alarms = assign(result["incidents"], faults if result["policy"] not in _HEALTHY else {})
     effects = {int(one["number"]): one for one in result["effects"]}
@@ -205,14 +207,21 @@ def places(hit: Mapping[str, Any], incident: Mapping[str, Any], rank: int | None
     if target == "sample" and hit.get("elements") == 1:
         right["sample"] = incident["samples"] == [hit["index"][0]]
     elif target in ("gradient", "parameter"):
-        right["parameter"] = incident["parameters"][:1] == [where]
+        right["parameter"] = [bare(name) for name in incident["parameters"][:1]] == [bare(where)]
     elif target == "activation":
-        right["module"] = incident["module"] == where
+        right["module"] = bare(incident["module"]) == bare(where)
         if hit.get("op", "").startswith("aten."):
             right["op"] = incident["op"] == hit["op"]
     if rank is not None:
         right["rank"] = incident["ranks"] == [rank]
     return right
+
+
+def bare(name: str | None) -> str | None:
+    """Return a name without what wrappers put in front."""
+    while name is not None and name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
 
 
 def confusion(verdicts: Sequence[Verdict]) -> dict[str, dict[str, int]]:

@@ -13,7 +13,7 @@ VISIBLE = ("nonfinite", "strong")
 
 
 def totals(scores: Sequence[Score], plain: Sequence[Score] = ()) -> dict[str, Any]:
-    """Return the totals of one policy; `plain` are the same runs without guard, for the overhead."""
+    """Return the totals of one policy; `plain`: the same runs without guard and faults, for the overhead."""
     verdicts = [one for score in scores for one in score.verdicts if one.strength != "void"]
     noticed = [one for one in verdicts if one.noticed]
     diagnosed = [one for one in noticed if one.found is not None]
@@ -108,7 +108,12 @@ def by_bit(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 def _healable(one: Verdict) -> bool:
     """A fault that is gone when its step is computed again, and that can be seen in it."""
-    return not one.persistent and one.strength == "nonfinite" and one.target != "parameter" and one.noticed
+    return (
+        not one.persistent
+        and one.strength == "nonfinite"
+        and one.target not in {"parameter", "setting"}
+        and one.noticed
+    )
 
 
 def _place(verdicts: Sequence[Verdict], name: str) -> dict[str, int] | None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from gradsentinel.campaign.journal import Journal, plain
-from gradsentinel.campaign.kinds import KINDS
+from gradsentinel.campaign.kinds import FOR_MEGATRON, KINDS
 from gradsentinel.campaign.policies import POLICIES, Job
 from gradsentinel.campaign.schedule import Planned, draw, sweep
 from gradsentinel.campaign.workloads.text import Text, held_out_loss
@@ -65,7 +65,10 @@ class Trial:
         kinds = [kind for kind in KINDS if not kind.needs_scaler or self.workload == "scaler"]
         # Workloads draw from sequences of their own.
         seed = self.seed * 10 + ("plain", "scaler", "lightning", "megatron").index(self.workload)
-        return draw(seed=seed, first=self.first, count=self.count, every=self.every, kinds=kinds)
+        ranks = 0
+        if self.workload == "megatron":
+            kinds, ranks = list(FOR_MEGATRON), 4
+        return draw(seed=seed, first=self.first, count=self.count, every=self.every, kinds=kinds, ranks=ranks)
 
     def file(self, folder: Path, policy: str) -> Path:
         """Where the result of one policy is kept."""

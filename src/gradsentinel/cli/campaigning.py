@@ -18,8 +18,8 @@ from gradsentinel.cli.output import quoted
 
 _HELP = (
     "Train the same runs under the same faults, guarded in several ways, and publish what came of it.\n\n"
-    "The short form has 202 faults and takes about ten minutes on two idle cores, the long one ten times as "
-    "many and as long. Writes results.json, results.md and plots into --out.\n\n"
+    "The short form has 202 faults on its schedule and is made for ten minutes on two idle cores; the long "
+    "one has ten times as many. Writes results.json, results.md and plots into --out.\n\n"
     "Exit codes: 0 all runs ended; 1 one of them failed or hung; 2 the campaign cannot be run. Goals that "
     "were not met are in the table, and do not change the exit code."
 )
@@ -28,7 +28,7 @@ _HELP = (
 @app.command(help=_HELP)
 def campaign(
     *,
-    form: Annotated[str, typer.Option(help="tiny (a look at it), short or long.")] = "short",
+    form: Annotated[str, typer.Option(help="tiny or small (a look at it), short or long.")] = "short",
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data and faults.")] = 1,
     out: Annotated[Path, typer.Option(help="Where the runs leave their results.")] = Path("runs/campaign"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in --out.")] = False,

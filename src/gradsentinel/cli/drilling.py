@@ -105,9 +105,10 @@ def _show(held: Drill, verdict: Verdict) -> None:
     if held.earlier:
         out.print(Text(f"  {held.earlier} incidents before the fault are not its doing"))
     for note in verdict.notes:
-        out.print(Text(f"  note     {note}"), soft_wrap=True)
+        out.print(Text(f"  note     {printable(note)}"), soft_wrap=True)
     styles = {True: "bold green", False: "bold red", None: "bold yellow"}
-    out.print(Text(printable(f"{verdict.said[0].upper()}{verdict.said[1:]}."), styles[verdict.survived]))
+    said = printable(f"{verdict.said[0].upper()}{verdict.said[1:]}.")
+    out.print(Text(said, styles[verdict.survived]), soft_wrap=True)
 
 
 def _as_dict(held: Drill, verdict: Verdict) -> dict[str, object]:

@@ -135,9 +135,11 @@ def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None) -> int:
     with settings_of(bundle):
         outcome = offline.compute(stage)
         wider = dtype is not None and dtype.itemsize >= 4
-        if wider and not outcome.finite and offline.finite_in_wide(stage):
+        wide = offline.compute_in_wide(stage) if wider and not outcome.finite else []
+        if wide:
             outcome.losses.clear()
             outcome.gradients.clear()
+            outcome.wide = wide
             stage.said.append("what autocast makes half precision was computed in float32, too")
         verdict = offline.judge(stage) if _worth_judging(recorded, outcome) else None
     same = offline.same_verdict(recorded, verdict) and (not outcome.finite or verdict is not None)
@@ -148,7 +150,7 @@ def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None) -> int:
                 "target": target,
                 "device": str(stage.run.host.device),
                 "notes": stage.said,
-                "losses": [float(one.loss) for one in outcome.computed],
+                "losses": [float(one.loss) for one in (outcome.wide or outcome.computed)],
                 "nonfinite": {"losses": outcome.losses, "gradients": outcome.gradients},
                 "then": None if recorded is None else recorded.as_dict(),
                 "now": None if verdict is None else verdict.as_dict(),
@@ -156,7 +158,7 @@ def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None) -> int:
             }
         )
     else:
-        _print_step(console(), stage, outcome, verdict, target, same=same)
+        _print_step(console(), stage, outcome, verdict, target, dtype, same=same)
     return 0 if same else 1
 
 
@@ -170,14 +172,21 @@ def _worth_judging(recorded: Diagnosis | None, outcome: Outcome) -> bool:
 
 
 def _print_step(
-    out: Console, stage: Stage, outcome: Outcome, verdict: Diagnosis | None, target: str, *, same: bool
+    out: Console,
+    stage: Stage,
+    outcome: Outcome,
+    verdict: Diagnosis | None,
+    target: str,
+    dtype: torch.dtype | None,
+    *,
+    same: bool,
 ) -> None:
     incident, recorded = stage.bundle.incident, stage.bundle.incident.diagnosis
     title = f"Step {incident.step} of {incident.id}, with {target} on {stage.run.host.device}"
     out.print(Text(printable(title), "bold"))
     for said in stage.said:
         out.print(Text(f"  {printable(said)}"))
-    losses = ", ".join(f"{float(one.loss):.6g}" for one in outcome.computed)
+    losses = ", ".join(f"{float(one.loss):.6g}" for one in (outcome.wide or outcome.computed))
     result = "all is finite" if outcome.finite else f"not finite: {outcome.in_words()}"
     then = "" if incident.loss is None else f" (then {incident.loss:.6g})"
     out.print(Text(f"  loss {losses}{then}; {printable(result)}"))
@@ -185,7 +194,7 @@ def _print_step(
         out.print(_comparison(recorded, verdict))
     for text in () if verdict is None else verdict.evidence:
         out.print(Text(f"- {printable(text)}"))
-    out.print(Text(_conclusion(outcome, same=same), "bold" if same else "bold yellow"))
+    out.print(Text(_conclusion(outcome, dtype, same=same), "bold" if same else "bold yellow"))
 
 
 def _comparison(recorded: Diagnosis | None, verdict: Diagnosis | None) -> Table:
@@ -204,12 +213,14 @@ def _comparison(recorded: Diagnosis | None, verdict: Diagnosis | None) -> Table:
     return table
 
 
-def _conclusion(outcome: Outcome, *, same: bool) -> str:
+def _conclusion(outcome: Outcome, dtype: torch.dtype | None, *, same: bool) -> str:
     if same and outcome.finite:
         return "The verdict is the same."
     if same:
         return "The failure is there again, with the same verdict."
     if outcome.finite:
+        if dtype is not None:
+            return f"The failure is not there: in {_name(dtype)} all is finite."
         return (
             "The failure is not there: with this model and these weights, here, all is finite. "
             "If this is the program that failed: does the factory build it with the same dtype and autocast?"

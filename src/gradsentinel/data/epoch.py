@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from gradsentinel.data.sampler import sampler_of
+from gradsentinel.data.sampler import generators_of, parts_of, sampler_of
 from gradsentinel.state.rng import RngState
 from gradsentinel.testing import record_swallowed
 
@@ -37,8 +38,9 @@ class EpochStart:
     ) -> None:
         self._loader = loader
         self._rng = RngState.capture(device_types)
-        self._generators = [generator.get_state() for generator in _generators(loader)]
+        self._generators = [generator.get_state() for generator in generators_of(loader)]
         self._epoch = told_epoch(loader)
+        self._workers_wait = _workers_wait(loader)
         self._at_start: Any = None
         if whole and _has_state(loader):
             try:
@@ -55,6 +57,7 @@ class EpochStart:
             start._rng = RngState.from_tree(saved["rng"])
             start._generators = list(saved.get("generators", ()))
             start._epoch = saved.get("epoch")
+            start._workers_wait = bool(saved.get("workers_wait", False))
         start._at_start = saved.get("loader")
         return start
 
@@ -63,6 +66,8 @@ class EpochStart:
         state: dict[str, Any] = {"rng": self._rng.to_tree(), "generators": list(self._generators)}
         if self._epoch is not None:
             state["epoch"] = self._epoch
+        if self._workers_wait:
+            state["workers_wait"] = True
         if at_start and self._at_start is not None:
             state["loader"] = self._at_start
         elif _has_state(self._loader) and not at_start:
@@ -85,12 +90,15 @@ def go_on(
     """
     before = RngState.capture(device_types)
     with_state = _has_state(loader) and "loader" in saved
-    if "rng" in saved and not (with_state and done):
+    if "rng" in saved:
+        if not with_state:
+            _ready_workers(loader, wait=bool(saved.get("workers_wait", False)))
         RngState.from_tree(saved["rng"]).restore()
-        for generator, state in zip(_generators(loader), saved.get("generators", ()), strict=False):
+        for generator, state in zip(generators_of(loader), saved.get("generators", ()), strict=False):
             generator.set_state(state)
     tell_epoch(loader, saved.get("epoch"))
     if with_state:
+        _warn_of_order(loader, done)
         loader.load_state_dict(saved["loader"])  # type: ignore[attr-defined]
         iterator = iter(loader)
         if done:
@@ -140,20 +148,9 @@ def _alike(one: Any, other: Any) -> bool:
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
-def _parts(loader: Any) -> Iterator[Any]:
-    """A loader, its batch sampler, the sampler in it, and one more that may be wrapped."""
-    owner = loader
-    for _ in range(4):
-        if owner is None:
-            return
-        yield owner
-        inner = [getattr(owner, name, None) for name in ("batch_sampler", "sampler")]
-        owner = next((one for one in inner if one is not None), None)  # one may have no length, nor a truth
-
-
 def told_epoch(loader: Any) -> int | None:
     """Return the epoch that a sampler which shuffles by its number was told last (a DistributedSampler)."""
-    for part in _parts(loader):
+    for part in parts_of(loader):
         epoch = getattr(part, "epoch", None)
         if hasattr(part, "set_epoch") and isinstance(epoch, int):
             return epoch
@@ -162,7 +159,7 @@ def told_epoch(loader: Any) -> int | None:
 
 def tell_epoch(loader: Any, epoch: int | None) -> None:
     """Tell that sampler an epoch, if it has another one; None: there was nothing to be told."""
-    for part in _parts(loader):
+    for part in parts_of(loader):
         told = getattr(part, "epoch", None)
         if epoch is not None and hasattr(part, "set_epoch") and isinstance(told, int):
             if told != epoch:
@@ -170,14 +167,36 @@ def tell_epoch(loader: Any, epoch: int | None) -> None:
             return
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a DataLoader and of its samplers, each once."""
-    found = {
-        id(part.generator): part.generator
-        for part in _parts(loader)
-        if isinstance(getattr(part, "generator", None), torch.Generator)
-    }
-    return list(found.values())
+def _warn_of_order(loader: Any, done: int) -> None:
+    """Say so if the loader's state does not hold the order: torch's samplers in its own BatchSampler."""
+    parts = list(parts_of(loader))
+    shuffles = any(
+        type(part) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler) for part in parts
+    )
+    if done and shuffles and any(type(part) is BatchSampler for part in parts) and sampler_of(loader) is None:
+        logger.warning(
+            "the rest of this epoch comes in another order than before the restart, so some records come "
+            "twice and others not at all: a %s does not save the order of torch's own samplers; wrap its "
+            "batch sampler in gradsentinel.SkipBatches, or use torchdata.stateful_dataloader.sampler",
+            type(loader).__name__,
+        )
+
+
+def _workers_wait(loader: Any) -> bool:
+    """Say whether persistent workers are there already: a DataLoader draws the seed for them only once."""
+    return (
+        bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
+    )
+
+
+def _ready_workers(loader: Any, *, wait: bool) -> None:
+    """Have persistent workers wait, or be still to be started, as when the epoch was begun."""
+    if _workers_wait(loader) == wait or not getattr(loader, "persistent_workers", False):
+        return
+    if wait:
+        iter(loader)  # starts them; what they fetch now is left aside
+    else:
+        loader._iterator = None
 
 
 def _has_state(loader: Any) -> bool:

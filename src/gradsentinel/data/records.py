@@ -13,13 +13,22 @@ from torch import Tensor
 
 from gradsentinel.incident import jsonable
 from gradsentinel.measures.inspection import local
+from gradsentinel.state.tree import tensors_in
 
-ID_FIELDS = ("sample_id", "sample_ids", "id", "ids", "idx", "index", "indices")
-"""Fields of a batch that are taken for the user's own ids of its records."""
+_MAYBE_IDS = ("idx", "index", "indices")
+"""These may as well be the rows of an embedding: only if no two records have the same one."""
+ID_FIELDS = (
+    *("sample_id", "sample_ids", "record_id", "record_ids", "row_id", "row_ids", "example_id", "example_ids"),
+    *("uid", "uids", "uuid", "uuids", "guid", "__key__", "id", "ids", *_MAYBE_IDS),
+)
+"""Fields of a batch that are taken for the user's own ids of its records, the first one that fits."""
 
 _ENDS = 64
 """Bytes at either end of a tensor that a probe looks at."""
 _DEEPEST = 32
+_NESTED = 3
+"""Levels below the batch at which ids are looked for."""
+_HERE = frozenset({"cpu", "meta"})
 
 
 def fingerprint(batch: Any) -> str:
@@ -39,10 +48,18 @@ def probe(batch: Any) -> str:
 
 
 class Content:
-    """What a batch holds, each part of it found out at most once, and only if it is asked for."""
+    """What a batch holds, each part of it found out at most once, and only if it is asked for.
+
+    Asking waits for the device if the batch lies on one: `waits` says so beforehand.
+    """
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
+
+    @cached_property
+    def waits(self) -> bool:
+        """True if a tensor of the batch is on a device: its values are not here."""
+        return any(one.device.type not in _HERE for one in _Reader(None).tensors(self._batch))
 
     @cached_property
     def _probe(self) -> str:
@@ -66,16 +83,79 @@ class Content:
 
 
 def sample_ids(batch: Any) -> dict[int, Any]:
-    """The user's ids of the records, by position, if the batch carries some."""
-    if not isinstance(batch, Mapping):
-        return {}
-    for field in ID_FIELDS:
-        found = batch.get(field)
-        if isinstance(found, Tensor) and found.dim() == 1:
-            return dict(enumerate(found.tolist()))
-        if isinstance(found, Sequence) and not isinstance(found, str):
-            return dict(enumerate(found))
+    """The user's ids of the records, by position, if the batch carries some.
+
+    They are looked for in mappings, dataclasses, named tuples and objects, also nested ones (`meta.id`), and
+    in lists of such records; under one of `ID_FIELDS`, with one number or text for each record.
+    """
+    size = _size(batch)
+    fields = dict(_fields(batch, 0))
+    for name in ID_FIELDS:
+        for found in (value for path, value in fields.items() if path[-1] == name):
+            values = _listed(found)
+            fits = values and (size is None or len(values) == size)
+            if fits and not (name in _MAYBE_IDS and len(set(values)) < len(values)):
+                return dict(enumerate(values))
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
+        return _of_records(batch)
     return {}
+
+
+def _fields(value: Any, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the named values of a batch by path, those on top first."""
+    named = list(_named(value))
+    yield from (((name,), inside) for name, inside in named)
+    for name, inside in named if depth < _NESTED else ():
+        yield from (((name, *path), deeper) for path, deeper in _fields(inside, depth + 1))
+
+
+def _named(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((key, inside) for key, inside in value.items() if isinstance(key, str))
+    elif hasattr(value, "_fields") and isinstance(value, tuple):
+        yield from ((name, getattr(value, name)) for name in getattr(value, "_fields"))  # noqa: B009 - a named tuple
+    elif not isinstance(value, (Tensor, str, bytes, list, tuple, type)) and not callable(value):
+        yield from ((name, held) for name, held in _children(value) if isinstance(name, str))
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return one number or text for each record; empty if it is no such list."""
+    if isinstance(value, Tensor):
+        whole = value.dim() == 1 and not value.is_floating_point() and value.device.type != "meta"
+        return value.tolist() if whole else []
+    if hasattr(value, "__array__"):
+        listed = value.tolist() if getattr(value, "ndim", 0) == 1 else []
+    else:
+        listed = list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else []
+    listed = [one.item() if isinstance(one, Tensor) and one.dim() == 0 else one for one in listed]
+    return listed if all(isinstance(one, (int, str, bytes)) or _is_uuid(one) for one in listed) else []
+
+
+def _is_uuid(value: Any) -> bool:
+    return type(value).__module__ == "uuid"
+
+
+def _of_records(records: Sequence[Any]) -> dict[int, Any]:
+    """Return the ids of records that each have one of their own."""
+    found = {}
+    for position, record in enumerate(records):
+        fields = dict(_fields(record, 0))
+        single = (fields[path] for name in ID_FIELDS for path in fields if path[-1] == name)
+        value = next((one for one in single if isinstance(one, (int, str)) or _is_single(one)), None)
+        if value is None:
+            return {}
+        found[position] = value.item() if isinstance(value, Tensor) else value
+    return found
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point()
+
+
+def _size(batch: Any) -> int | None:
+    """Return how many records most tensors of the batch have."""
+    sizes = [t.shape[0] for _, t in tensors_in(batch) if t.dim() > 0 and not t.is_nested]
+    return max(sizes, key=sizes.count) if sizes and not isinstance(batch, list) else None
 
 
 def _digest(batch: Any, ends: int | None) -> str:
@@ -95,6 +175,16 @@ class _Reader:
         """True once there was a value that says something about the batch."""
         self._ends = ends
         self._inside: set[int] = set()
+
+    def tensors(self, value: Any) -> Iterator[Tensor]:
+        """Yield the tensors in the value, without a look at what they hold."""
+        if isinstance(value, Tensor):
+            yield value
+        elif not (_is_plain(value) or id(value) in self._inside or len(self._inside) >= _DEEPEST):
+            self._inside.add(id(value))
+            for _, child in _children(value):
+                yield from self.tensors(child)
+            self._inside.discard(id(value))
 
     def parts(self, value: Any) -> Iterator[bytes]:
         """Yield what the value is made of."""
@@ -121,6 +211,15 @@ class _Reader:
                 yield repr(label).encode(errors="surrogatepass")  # a name alone tells no two batches apart
                 yield from self.parts(child)
             self._inside.discard(id(value))
+
+
+def _is_plain(value: Any) -> bool:
+    """True for what holds no tensor: numbers, texts, NumPy's arrays."""
+    return (
+        value is None
+        or isinstance(value, (int, float, complex, str, bytes, bytearray))
+        or (hasattr(value, "__array__"))
+    )
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import Sampler
 
 from gradsentinel.data.skipped import FILE, SkippedBatch, read_entries
+from gradsentinel.state.rng import RngState
 
 if TYPE_CHECKING:
     from gradsentinel.run import Run
@@ -25,11 +27,13 @@ class SkipBatches(Sampler[list[int]]):
         loader = DataLoader(data, batch_sampler=SkipBatches(BatchSampler(sampler, 32, drop_last=True)))
         for batch in sentinel.steps(loader): ...
 
-    Left out are, for good, the records that are known to be bad, wherever a shuffle puts them (the rest of
-    their batch is drawn); and batches of exactly the records that a batch on the list had, as after a
-    restart in the middle of an epoch. `Sentinel.steps` tells it of the run's list, and counts what it
-    leaves out as drawn. On several ranks a batch is left out on all of them or on none, and one that
-    would be empty repeats the one before, so that all ranks draw the same number.
+    Left out are, for good, the records that are known to be bad, wherever a shuffle puts them; and batches
+    of exactly the records that a batch on the list had, as after a restart in the middle of an epoch. Batches
+    keep their sizes and their number: in a bad record's place comes a good one of the same batch once more,
+    for a sampler may have put those together that fit together. A batch of nothing but bad records is left
+    out. `Sentinel.steps` tells it of the run's list, and counts what it leaves out as drawn. On several
+    ranks a batch is left out on all of them or on none, and one that would be empty repeats the one
+    before (the same number of its records), so that all ranks draw the same number.
 
     Args:
         batch_sampler: yields the indices of each batch; may have a state_dict, as those of torchdata.
@@ -52,8 +56,7 @@ class SkipBatches(Sampler[list[int]]):
         return getattr(self.batch_sampler, "sampler", None)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._drawing = _Drawing(self, self._start)
-        self._start = 0
+        self._drawing = _Drawing(self)
         return self._drawing
 
     def __len__(self) -> int:
@@ -98,9 +101,14 @@ class SkipBatches(Sampler[list[int]]):
         """Return the number in the epoch of the batch that the loader has given as its `count`-th."""
         return self._drawing.number_of(count) if self._drawing is not None else count
 
-    def indices_of(self, number: int) -> tuple[int, ...]:
-        """Return the indices of a batch of this epoch, if it was drawn lately."""
-        return self._drawing.indices_of(number) if self._drawing is not None else ()
+    def drawn_by(self, number: int) -> tuple[Any, ...]:
+        """Return what the records of a batch were drawn by, whatever that is, if it was drawn lately."""
+        return self._drawing.drawn_by(number) if self._drawing is not None else ()
+
+    def take_start(self) -> int:
+        """Return where the iteration that draws now is to begin, which counts only once."""
+        start, self._start = self._start, 0
+        return start
 
     def entries(self) -> tuple[list[SkippedBatch], int | None, int, int]:
         """Return what is to be left out, the epoch if it is known, this rank, and the number of ranks."""
@@ -112,12 +120,17 @@ class SkipBatches(Sampler[list[int]]):
 
 
 class _Drawing(Iterator[list[int]]):
-    """One iteration; has a state, which is the number of batches drawn, and that of the sampler inside."""
+    """One iteration; has a state: the number of batches drawn, that of the sampler inside, its random origin.
 
-    def __init__(self, owner: SkipBatches, start: int) -> None:
+    A DataLoader with workers makes two of them and draws from the second only, so nothing is settled before
+    one is drawn from.
+    """
+
+    def __init__(self, owner: SkipBatches) -> None:
         self._owner = owner
-        self._start = start
         self._inner = iter(owner.batch_sampler)
+        self._origin: dict[str, Any] | None = None
+        """The random states at its first draw, from which samplers without a state take their seed."""
         self.number = 0
         self.left_out = 0
         self._numbers: list[int] = []
@@ -141,15 +154,18 @@ class _Drawing(Iterator[list[int]]):
         return kept
 
     def begin(self) -> None:
-        start, self._start = self._start, 0
-        self.pass_over(start)
+        if self._origin is None:
+            self._origin = {
+                "rng": RngState.capture().to_tree(),
+                "generators": [generator.get_state() for generator in generators_of(self._owner)],
+            }
+            self.pass_over(self._owner.take_start())
 
     def number_of(self, count: int) -> int:
         return self._numbers[count] if count < len(self._numbers) else self.number
 
-    def indices_of(self, number: int) -> tuple[int, ...]:
-        indices = self._indices.get(number, ())
-        return indices if all(isinstance(index, int) for index in indices) else ()
+    def drawn_by(self, number: int) -> tuple[Any, ...]:
+        return self._indices.get(number, ())
 
     def pass_over(self, count: int) -> None:
         """Go on behind so many batches, whether they would have been left out or not."""
@@ -158,15 +174,25 @@ class _Drawing(Iterator[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         inner = getattr(self._inner, "state_dict", None)
-        return {"number": self.number, "inner": None if inner is None else inner()}
+        state = {"number": self.number, "inner": None if inner is None else inner()}
+        return state if self._origin is None else {**state, "origin": self._origin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load = getattr(self._inner, "load_state_dict", None)
-        if load is None or state["inner"] is None:
-            self.pass_over(state["number"])
-            return
-        load(state["inner"])
-        self.number = state["number"]
+        self._origin = state.get("origin")
+        before = RngState.capture()
+        if self._origin is not None:  # the order is to be drawn as it was then
+            RngState.from_tree(self._origin["rng"]).restore()
+            for generator, then in zip(generators_of(self._owner), self._origin["generators"], strict=False):
+                generator.set_state(then)
+        try:
+            load = getattr(self._inner, "load_state_dict", None)
+            if load is not None and state["inner"] is not None:
+                load(state["inner"])
+                self.number = state["number"]
+            else:
+                self.pass_over(state["number"])
+        finally:
+            before.restore()
 
     def _kept(self, number: int, drawn: list[int]) -> list[int]:
         """Return what is left of a batch; nothing if it is to be left out."""
@@ -183,8 +209,37 @@ class _Drawing(Iterator[list[int]]):
             if tuple(drawn) in (alone if ranks == 1 else mine if alone and entry.batch == number else []):
                 entry.left_out += 1
                 return []
-        kept = [index for index in drawn if index not in bad]
-        return kept or ([] if ranks == 1 else self._before or drawn)
+        good = [index for index in drawn if index not in bad]
+        if not good and ranks > 1:
+            good = self._before or drawn
+        return _in_place(drawn, good, bad)
+
+
+def parts_of(loader: Any) -> Iterator[Any]:
+    """Yield a loader, its batch sampler, the sampler in it, and those that may be wrapped around them."""
+    owner = loader
+    for _ in range(6):
+        if owner is None:
+            return
+        yield owner
+        inner = [getattr(owner, name, None) for name in ("batch_sampler", "sampler")]
+        owner = next((one for one in inner if one is not None), None)  # one may have no length, nor a truth
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a DataLoader, or a sampler, and of the samplers inside, each once."""
+    found = {
+        id(part.generator): part.generator
+        for part in parts_of(loader)
+        if isinstance(getattr(part, "generator", None), torch.Generator)
+    }
+    return list(found.values())
+
+
+def _in_place(drawn: list[int], good: list[int], bad: Collection[int]) -> list[int]:
+    """Return the batch with a good record in the place of each bad one; nothing if there are none."""
+    spare = itertools.cycle(good)
+    return [next(spare) if index in bad else index for index in drawn] if good else []
 
 
 def sampler_of(loader: object) -> SkipBatches | None:

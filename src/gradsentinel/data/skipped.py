@@ -244,7 +244,11 @@ class SkippedBatches:
             number = position if sampler is None else sampler.number_of(count)
             run.data["batches"] += number - run.data["batch"]  # what the sampler has left out
             run.data["batch"] = number
-            entry = self.find(run.data["epoch"], number, batch) if self.entries else None
+            entry = (
+                self.find(run.data["epoch"], number, batch, in_place=run.decides_late)
+                if self.entries
+                else None
+            )
             if entry is None or in_a_row >= _MOST_IN_A_ROW:
                 in_a_row = 0
                 yield number, batch
@@ -272,18 +276,31 @@ class SkippedBatches:
         if sampler is not None:
             sampler.attend(run)
 
-    def indices_of(self, position: tuple[int, int] | None) -> tuple[int, ...]:
-        """Return where the records of a batch of this epoch are in the data set, if that is known."""
-        return () if self._sampler is None or position is None else self._sampler.indices_of(position[1])
+    def drawn_by(self, position: tuple[int, int]) -> tuple[Any, ...]:
+        """Return what the records of a batch of this epoch were drawn by; nothing if that is not known."""
+        return () if self._sampler is None else self._sampler.drawn_by(position[1])
 
     def expects(self, epoch: int, number: int) -> bool:
         """Say whether a batch that was left out for this epoch only was drawn here before."""
         return any((one.epoch, one.batch) == (epoch, number) and not one.for_good for one in self.entries)
 
-    def find(self, epoch: int, number: int, batch: Any) -> SkippedBatch | None:
-        """Return the entry for which a micro-batch is to be left out; called on every rank, in step."""
+    def find(
+        self,
+        epoch: int,
+        number: int,
+        batch: Any,
+        *,
+        in_place: bool = False,
+    ) -> SkippedBatch | None:
+        """Return the entry for which a micro-batch is to be left out; called on every rank, in step.
+
+        `in_place` has a batch that lies on a device compared only where one of the list was drawn, in
+        whichever epoch: each comparison waits for the device, which a loop that never waits must not.
+        """
         content = Content(batch)
         concerned = [entry for entry in self.entries if entry.concerns(epoch, number)]
+        if in_place and concerned and content.waits:
+            concerned = [entry for entry in concerned if entry.batch == number]
         if self._consensus.world_size == 1:
             return next((entry for entry in concerned if entry.is_in(content, number)), None)
         here = [entry for entry in concerned if entry.batch == number]

@@ -7,9 +7,10 @@ import torch
 from gradsentinel.devices.cpu import Cpu
 from gradsentinel.devices.cuda import Cuda
 from gradsentinel.devices.device import Device
+from gradsentinel.devices.mps import Mps
 from gradsentinel.devices.npu import Npu
 
-_KINDS: dict[str, type[Device]] = {"cpu": Cpu, "meta": Cpu, "cuda": Cuda, "npu": Npu}
+_KINDS: dict[str, type[Device]] = {"cpu": Cpu, "meta": Cpu, "cuda": Cuda, "mps": Mps, "npu": Npu}
 _known: dict[torch.device, Device] = {}
 
 
@@ -18,7 +19,7 @@ def device_of(device: torch.device | str) -> Device:
 
     By the type of the device and nothing else: a program may have been told to call an NPU "cuda"
     (`transfer_to_npu`), and its tensors still say what they lie on. A kind that nobody has described (xpu,
-    mps, a vendor's own) gets `Device` itself.
+    a vendor's own) gets `Device` itself.
 
     Raises:
         RuntimeError: from torch, for a name that it does not know.

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsentinel.devices.health import HealthSource, source_for
+from gradsentinel.devices.health import HealthSource
+from gradsentinel.switches import SWITCHES, Switch
 
 _STREAMS = ("Stream", "Event", "stream", "current_stream")
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """An environment variable without which a step that is computed again may differ in the last bits."""
-
-    variable: str
-    values: tuple[str, ...]
-    """Those that make it deterministic, in lower case; the first one is the cheapest."""
-    cost: str
-    """What it costs, and when it has to be set."""
-
-    def is_set(self, environment: Mapping[str, str]) -> bool:
-        """Return True if the environment has it set to one of the values."""
-        return environment.get(self.variable, "").lower() in self.values
 
 
 class Device:
@@ -43,15 +28,11 @@ class Device:
 
     wide: torch.dtype = torch.float64
     """The widest floating-point type that the device computes in."""
-    switches: ClassVar[tuple[Switch, ...]] = ()
-    """What, besides `torch.use_deterministic_algorithms`, makes the device compute the same again."""
     takes_host_factors: bool = False
     """True if many tensors are multiplied in one launch only by a number that the host knows."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        if device.type == "mps":  # has no other one
-            self.wide = torch.float32
 
     @property
     def module(self) -> Any:
@@ -178,9 +159,18 @@ class Device:
 
     # -- what readers of a bundle and of a profile want to know ------------------------------------
 
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        """What, besides `torch.use_deterministic_algorithms`, makes the device compute the same again."""
+        return SWITCHES.get(self.device.type, ())
+
     def health_source(self) -> HealthSource | None:
-        """Return where to ask for temperature, power and memory errors; None where nobody knows."""
-        return source_for(self.device)
+        """Return where to ask for temperature, power and memory errors; None where nobody knows.
+
+        Raises:
+            Exception: whatever a driver raises where it is asked which card this is.
+        """
+        return None
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of this kind of device that change results, as JSON."""

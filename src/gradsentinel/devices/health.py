@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 _FINE = frozenset({"ok", "normal", "healthy", "good"})
 _SILENT = frozenset({"", "-", "na", "n/a", "unknown"})
 """Words for health that say nothing: virtual machines and containers often show no more."""
@@ -84,19 +82,6 @@ class HealthSource(Protocol):
             HealthUnavailable: if it cannot be asked now.
         """
         ...
-
-
-def source_for(device: torch.device) -> HealthSource | None:
-    """Return where to ask for the health of a device; None for devices nobody can ask, such as a CPU."""
-    if device.type == "npu":
-        from gradsentinel.devices.npu_smi import NpuSmi  # noqa: PLC0415 - only where it is needed
-
-        return NpuSmi(device.index or 0)
-    if device.type == "cuda":
-        from gradsentinel.devices.nvml import Nvml  # noqa: PLC0415 - only where it is needed
-
-        return Nvml(device.index or 0)
-    return None
 
 
 def is_serious(counter: str) -> bool:

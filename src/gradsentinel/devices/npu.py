@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsentinel.devices.device import Device, Switch
+from gradsentinel.devices.device import Device
+from gradsentinel.devices.health import HealthSource
 
 ONE_LAUNCH = frozenset(
     {
@@ -43,13 +44,6 @@ class Npu(Device):
 
     wide = torch.float32
     takes_host_factors = True
-    switches: ClassVar[tuple[Switch, ...]] = (
-        Switch(
-            variable="HCCL_DETERMINISTIC",
-            values=("true", "strict"),
-            cost="set before the first collective; reductions take a fixed order, which is slower",
-        ),
-    )
 
     @property
     def saturates(self) -> bool:
@@ -95,6 +89,12 @@ class Npu(Device):
             return values
         plain: Tensor = npu.npu_format_cast(values, _ND)
         return plain
+
+    def health_source(self) -> HealthSource | None:
+        """Return what `npu-smi` says of the card."""
+        from gradsentinel.devices.npu_smi import NpuSmi  # noqa: PLC0415 - only where it is needed
+
+        return NpuSmi(self.device.index or 0)
 
     def settings(self) -> dict[str, Any]:
         """Return whether matrix products and convolutions may use HF32, and what becomes of an overflow."""

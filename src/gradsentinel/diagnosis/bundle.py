@@ -168,7 +168,16 @@ class Bundle:
             return "it holds no operator to run: its level is light"
         left_out = (str(text) for text in facts.get("left_out", ()))
         reasons = [text for text in left_out if "operator" in text or "inputs of" in text]
-        return f"it holds no operator to run: {reasons[0] if reasons else 'the diagnosis blames none'}"
+        return f"it holds no operator to run: {reasons[0] if reasons else self._why_none()}"
+
+    def _why_none(self) -> str:
+        diagnosis = self.incident.diagnosis
+        facts = () if diagnosis is None else diagnosis.evidence
+        told = [text for text in facts if "no operator for repro.py" in text]
+        if told:
+            return told[0]
+        blamed = diagnosis is not None and diagnosis.op is not None
+        return "what it was given was not kept" if blamed else "the diagnosis blames none"
 
     def path(self, name: str) -> Path:
         """Return where one of the archives is, or would be."""

@@ -38,6 +38,8 @@ class Gradient:
     should: float = 0.0
     changed: int = 0
     """The bits that are not the same in it."""
+    computable: bool = False
+    """True if it is an Inf, or a NaN as arithmetic makes them: dividing by 0 gives these bits, too."""
 
     @property
     def in_part(self) -> bool:
@@ -233,12 +235,14 @@ def _compare(name: str, mine: Tensor, theirs: Tensor) -> Gradient:
         return found
     index = int((others if found.finite_odd else odd).to(torch.uint8).argmax())
     one, other = (int(tensor[index : index + 1].view(kind)) for tensor in (mine, theirs))
+    usual = [int(mine.new_tensor([value]).abs().view(kind)) for value in (math.inf, math.nan)]
     return replace(
         found,
         index=index,
         was=float(mine[index]),
         should=float(theirs[index]),
         changed=(one ^ other) & ((1 << (8 * mine.element_size())) - 1),
+        computable=one & ((1 << (8 * mine.element_size() - 1)) - 1) in usual,
     )
 
 

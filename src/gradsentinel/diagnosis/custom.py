@@ -12,11 +12,15 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis import swap
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.operator import script_name
-from gradsentinel.diagnosis.replay import Replay
+from gradsentinel.diagnosis.record import Call
+from gradsentinel.diagnosis.replay import Computed, Replay
+from gradsentinel.diagnosis.trace import Trace
+from gradsentinel.evidence import Diagnosis
 
 _NOT_HERE = object()
 
@@ -74,11 +78,71 @@ def catch(findings: Findings) -> FunctionCall | None:
     )
 
 
-class _Recorder:
-    """Wraps a Function's own methods for a while; keeps the first call that made bad values of fine ones."""
+def blame_function(
+    replay: Replay, microbatch: MicroBatch, computed: Computed, trace: Trace
+) -> Diagnosis | None:
+    """Return the diagnosis if a custom Function makes bad values of finite ones, and no operator shows it.
 
-    def __init__(self) -> None:
+    One that computes in NumPy, or hands its memory to another library, has no operator of torch to be seen.
+    Call it inside `Replay.sheltered`.
+
+    Args:
+        replay: of the step.
+        microbatch: the guilty one.
+        computed: what it came to.
+        trace: a fresh one.
+    """
+    names = {name for name, mine in computed.nodes.values() if mine}
+    recorder = _Recorder(trace.here)
+    with ExitStack() as stack:
+        for kind in _kinds(Function):
+            if f"{kind.__name__}Backward" in names:
+                stack.enter_context(recorder.listening(kind))
+        replay.compute(microbatch, mode=trace)
+    if recorder.found is None:
+        return None
+    kind, _, grads = recorder.found
+    call = recorder.call or Call(None, None)
+    phase = "forward" if grads is None else "backward"
+    where = "" if call.line is None else f", {call.line}: {call.line.text}"
+    fact = f"custom autograd.Function {kind.__name__}: finite in, non-finite out, in its {phase} pass{where}"
+    alone = (
+        "it is defined inside of a function, so nothing else can import it"
+        if "<" in kind.__qualname__
+        else f"to run it alone: from {kind.__module__} import {kind.__qualname__}"
+    )
+    return Diagnosis(
+        cause="operator",
+        confidence=0.9,
+        phase=phase,
+        module=call.module,
+        node=f"{kind.__name__}Backward",
+        source=None if call.line is None else str(call.line),
+        evidence=(
+            fact,
+            "no operator of torch made the bad values: it computes in NumPy or another library",
+            f"there is no operator for repro.py; {alone}",
+        ),
+        remedy=(
+            f"check {kind.__name__} with torch.autograd.gradcheck on the inputs of this step",
+            "replace it by standard operators meanwhile",
+        ),
+    )
+
+
+class _Recorder:
+    """Wraps a Function's own methods for a while; keeps the first call that made bad values of fine ones.
+
+    Args:
+        where: says where the program is.
+    """
+
+    def __init__(self, where: Callable[[], Call] | None = None) -> None:
         self.found: tuple[type, tuple[Any, ...], tuple[Any, ...] | None] | None = None
+        self.call: Call | None = None
+        """Where it was called from."""
+        self._where = where
+        self._calls: dict[int, Call] = {}
         self._given: dict[int, tuple[Any, tuple[Any, ...], list[int]]] = {}  # by context, which is kept alive
 
     @contextmanager
@@ -107,20 +171,21 @@ class _Recorder:
     def _forward(self, kind: type, function: Callable[..., Any], *, separate: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = args if separate else args[1:]
+            here = None if self._where is None else self._where()
             if not separate:
-                self._remember(args[0], given)
+                self._remember(args[0], given, here)
             fine = self.found is None and not _bad(given)
             kept = _copied(given) if fine else ()
             result = function(*args, **kwargs)
             if fine and _bad(result):
-                self.found = (kind, kept, None)
+                self.found, self.call = (kind, kept, None), here
             return result
 
         return forward
 
     def _setup(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-            self._remember(ctx, tuple(inputs))
+            self._remember(ctx, tuple(inputs), None if self._where is None else self._where())
             return function(ctx, inputs, output)
 
         return setup_context
@@ -132,12 +197,14 @@ class _Recorder:
             kept = _copied(grads) if fine else ()
             result = function(ctx, *grads)
             if fine and known is not None and _bad(result) and _versions(known[1]) == known[2]:
-                self.found = (kind, _copied(known[1]), kept)
+                self.found, self.call = (kind, _copied(known[1]), kept), self._calls.get(id(ctx))
             return result
 
         return backward
 
-    def _remember(self, ctx: Any, args: tuple[Any, ...]) -> None:
+    def _remember(self, ctx: Any, args: tuple[Any, ...], here: Call | None) -> None:
+        if here is not None:
+            self._calls[id(ctx)] = here
         self._given[id(ctx)] = (ctx, args, _versions(args))
 
 

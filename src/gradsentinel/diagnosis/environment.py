@@ -35,6 +35,7 @@ _NAMES = (
     "CLOSE_MATMUL_K_SHIFT",
     "NPU_ASD_CONFIG",
     "TORCH_NPU_LOGS",
+    "GRADSENTINEL_MARKS",
     "GRADSENTINEL_TOPOLOGY",
 )
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "HCCL_", "ASCEND_", "GLOO_", "ATB_")
@@ -42,7 +43,6 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "HCCL_", "ASCEND_", "GLOO_", "ATB_")
 
 def environment() -> dict[str, Any]:
     """Return versions, devices and settings as JSON; starts no device that the program does not use."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     return {
         "schema": 1,
         "gradsentinel": __version__,
@@ -56,20 +56,7 @@ def environment() -> dict[str, Any]:
         "fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "flush_denormal": _flushes_denormals(),
-        "cudnn": {
-            "version": _quietly(cudnn.version),
-            "deterministic": cudnn.deterministic,
-            "benchmark": cudnn.benchmark,
-            "allow_tf32": _quietly(lambda: cudnn.allow_tf32),
-        },
-        "matmul": {
-            name: _quietly(lambda name=name: getattr(matmul, name))
-            for name in (
-                "allow_tf32",
-                "allow_fp16_reduced_precision_reduction",
-                "allow_bf16_reduced_precision_reduction",
-            )
-        },
+        **device_of("cuda").settings(),
         "cuda": torch.version.cuda,
         "devices": _devices("cuda"),
         "npu": _npu(),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradsentinel.again.scene import MicroBatch
-from gradsentinel.data.records import sample_ids
 from gradsentinel.diagnosis import swap
 from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.lone_weight import LoneWeight, find_lone_weight
@@ -54,7 +53,7 @@ def explain_excess(
         after = swap.compute_without(replay, guilty, rows, size, path)
         if after is None or _norm(after) * _CURED > before:
             continue
-        ids = sample_ids(guilty.batch)
+        ids = guilty.ids
         who = fold([f"sample {row}" + (f" (id {ids[row]})" if row in ids else "") for row in rows])
         cure = f"without it the gradient norm is {_norm(after):.4g} instead of {before:.4g}"
         fact = f"{path or 'the batch'}: {who} is over 1000 times larger than the others; {cure}"
@@ -73,13 +72,20 @@ def explain_excess(
 def by_lone_weight(lone: LoneWeight, run: Run, facts: tuple[str, ...] = ()) -> Diagnosis:
     """Return what a single weight that is far from all others means.
 
-    Hardware only if a known-good state shows that it alone has jumped.
+    Hardware only if a known-good state shows that it alone has jumped, and if the optimizer's own memory says
+    that it cannot have moved it there: one gradient of one row of an embedding moves one weight, too.
     """
-    if lone.alone:
-        why = "no optimizer moves one weight so far and leaves its neighbours alone: a bit of it was flipped"
+    if lone.jumped:
+        why = (
+            f"since then its optimizer can have moved it by {lone.reach:.4g} at most, and its neighbours are "
+            "as they were: a bit of it was flipped"
+        )
         cause, confidence = "hardware", 0.7
     else:
-        why = "a flipped bit leaves a weight like that, and so does somebody who writes to it"
+        why = (
+            "a flipped bit leaves a weight like that, and so does one huge gradient of one row, or somebody "
+            "who writes to it"
+        )
         cause, confidence = "unknown", 0.4
     back = "roll back to before it jumped: dropping steps leaves it as it is"
     return Diagnosis(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gradsentinel.again.scene import MicroBatch
-from gradsentinel.data.records import sample_ids
 from gradsentinel.diagnosis.operands import Operand, bad_index, bad_rows, operands_of, tensors_of
 from gradsentinel.diagnosis.record import Call, Event
 from gradsentinel.diagnosis.replay import Computed
@@ -40,6 +39,8 @@ class Findings:
     finite_in_wide: bool | None = None
     widened: str = "the same step"
     """What that was: the step, or the operator alone."""
+    lost: Event | None = None
+    """An operator of a narrow type that lost what the origin, in a wider one, needed."""
     finite_with_known_good: bool | None = None
     """With the weights of the known-good state, on the same batch."""
     rows: tuple[int, ...] = ()
@@ -161,8 +162,8 @@ class Findings:
         return sorted({row for rows in self.outliers.values() for row in rows} or set(self.rows))
 
     def ids(self) -> dict[int, Any]:
-        """Return the user's own ids of the samples, by position."""
-        return sample_ids(self.microbatch.batch)
+        """Return the ids of the samples, by position."""
+        return self.microbatch.ids
 
 
 def custom_of(event: Event, computed: Computed) -> str | None:

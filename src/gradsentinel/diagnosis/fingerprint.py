@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsentinel.data.records import ID_FIELDS
 from gradsentinel.measures.inspection import parts_of, values_of
 from gradsentinel.state.tree import tensors_in
 
@@ -70,9 +71,10 @@ def what_is_different(batch: Any, healthy: Iterable[Any]) -> str:
     if not usual:
         return ""
     mine = fingerprint(batch)
+    mine = {path: field for path, field in mine.items() if path.rpartition(".")[2] not in ID_FIELDS}
     found = [difference for path in mine for difference in _differences(path, mine[path], usual.get(path))]
-    missing = [path for path in usual if path not in mine]
-    if missing and len(mine) != len(usual):
+    missing = [path for path in usual if path not in mine and path.rpartition(".")[2] not in ID_FIELDS]
+    if missing:
         found.append((80.0, f"has no {' and no '.join(missing[:_TOLD])}"))
     striking = [text for _, text in sorted(found, key=lambda entry: -entry[0])[:_TOLD]]
     return (

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from gradsentinel.again.scene import MicroBatch
-from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Kind
 from gradsentinel.diagnosis import swap
 from gradsentinel.diagnosis.comparison import compare, in_order
+from gradsentinel.diagnosis.custom import blame_function
 from gradsentinel.diagnosis.excess import explain_excess
 from gradsentinel.diagnosis.fields import fields_behind
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.fingerprint import what_is_different
+from gradsentinel.diagnosis.narrow import NarrowTrace
 from gradsentinel.diagnosis.operands import finite_again
 from gradsentinel.diagnosis.progress import Progress
 from gradsentinel.diagnosis.remedy import for_records
@@ -101,7 +102,8 @@ class Investigation:
             if path is None:
                 return self._clean(found, flaky=True)
             if path.origin is None:
-                return self._came_in(trace, path, traced, guilty)
+                by_function = self._by_function(path, traced, guilty)
+                return by_function or self._came_in(trace, path, traced, guilty)
             findings = Findings.of(self._run, guilty, trace, traced, path)
             findings.fields = tuple(fields_behind(findings))
             self._swap(findings)
@@ -127,6 +129,15 @@ class Investigation:
     def _trace(self) -> Trace:
         return Trace(self._run.host.modules(), self._run.host.named_parameters())
 
+    def _by_function(self, path: Path, traced: Computed, guilty: MicroBatch) -> Report | None:
+        """Look whether a custom Function made what no operator made."""
+        functions = any(mine for _, mine in traced.nodes.values())
+        if not functions or not path.leaves or path.leaves[0].leaf != "constant" or not self._time_left():
+            return None
+        self._progress.stage("watching custom Functions")
+        diagnosis = blame_function(self._replay, guilty, traced, self._trace())
+        return None if diagnosis is None else Report(diagnosis=diagnosis, microbatch=guilty.index)
+
     def _came_in(self, trace: Trace, path: Path, traced: Computed, guilty: MicroBatch) -> Report:
         diagnosis = came_in(trace, path, traced)
         if diagnosis.cause == "data" and guilty.written:
@@ -135,7 +146,7 @@ class Investigation:
         if diagnosis.cause == "data":
             diagnosis = self._with_fingerprint(diagnosis, guilty, ())
         if diagnosis.cause == "data" and samples:
-            rows, ids = [s.position for s in samples], sample_ids(guilty.batch)
+            rows, ids = [s.position for s in samples], guilty.ids
             diagnosis = replace(diagnosis, remedy=for_records(rows, ids, samples[0].field)[:1])
         return Report(diagnosis=diagnosis, microbatch=guilty.index, samples=samples)
 
@@ -170,6 +181,8 @@ class Investigation:
         if findings.half is not None and self._time_left():
             self._progress.stage("computing in float32")
             findings.finite_in_wide = swap.finite_in_wide(replay, microbatch)
+        elif findings.trace.narrow and not findings.origin.backward and self._time_left():
+            self._lost_before(findings)
         good = self._run.known_good
         if good is not None and findings.origin.badness.inf and self._time_left():
             self._progress.stage(f"with the weights of step {good.step}")
@@ -181,6 +194,16 @@ class Investigation:
         if size is None:
             return
         self._leave_out(findings, size)
+
+    def _lost_before(self, findings: Findings) -> None:
+        """Look for a narrow operator that lost what a wider one stumbles over, if all is finite without."""
+        self._progress.stage("computing in float32")
+        if not swap.finite_in_wide(self._replay, findings.microbatch) or not self._time_left():
+            return
+        host = self._run.host
+        trace = NarrowTrace(host.modules(), host.named_parameters(), until=findings.origin.index)
+        self._replay.compute(findings.microbatch, mode=trace)
+        findings.lost = trace.lost
 
     def _leave_out(self, findings: Findings, size: int) -> None:
         """Try without the samples that are far from the others, and without those with bad results."""
@@ -320,7 +343,7 @@ def _samples(findings: Findings, diagnosis: Diagnosis) -> tuple[Sample, ...]:
 def _samples_of(path: Path, microbatch: MicroBatch) -> tuple[Sample, ...]:
     """Name the samples of a bad tensor of the batch."""
     leaf = path.leaves[0].leaf if path.leaves else ""
-    ids = sample_ids(microbatch.batch)
+    ids = microbatch.ids
     for name, tensor in tensors_in(microbatch.batch):
         if leaf == f"batch {name}".strip() and tensor.dim() and tensor.layout is torch.strided:
             rows = (~torch.isfinite(parts_of(tensor))).reshape(tensor.shape[0], -1).any(1).nonzero()

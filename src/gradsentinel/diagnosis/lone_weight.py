@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradsentinel.diagnosis.reach import reach_of
 from gradsentinel.measures.inspection import local, parts_of, readable
 from gradsentinel.run import Run
 
@@ -34,6 +35,14 @@ class LoneWeight:
     """Of that state."""
     alone: bool = False
     """True if the others have hardly changed since then."""
+    reach: float | None = None
+    """How far its optimizer can have moved it since then; None if nothing says so."""
+
+    @property
+    def jumped(self) -> bool:
+        """True if it alone has changed, and by far more than its optimizer can have moved it."""
+        moved = abs(self.value - (self.before or 0.0))
+        return self.alone and self.reach is not None and moved > _FAR * self.reach
 
     def __str__(self) -> str:
         place = f"{self.name}[{', '.join(map(str, self.index))}]"
@@ -79,6 +88,7 @@ def find_lone_weight(run: Run) -> LoneWeight | None:
                 before=float(then[index]),
                 step=run.known_good.step,
                 alone=rest / _MOVED <= found.rest <= rest * _MOVED and known * _FAR < abs(found.value),
+                reach=reach_of(run, parameter, place),
             )
     return found
 

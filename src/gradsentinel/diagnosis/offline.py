@@ -33,6 +33,8 @@ class Outcome:
     """Names of the parameters whose gradients were not finite, or whose sum was not."""
     summed: bool = False
     """True if only the sum over the micro-batches is not finite."""
+    wide: list[Computed] = field(default_factory=list)
+    """The same, where everything narrower was computed in float32 and came out finite."""
     state: list[str] = field(default_factory=list)
     """What the optimizer left behind that is not finite, if that is what the incident is about."""
 
@@ -97,13 +99,13 @@ def total_gradients(computed: Sequence[Computed]) -> dict[str, Tensor]:
     return total
 
 
-def finite_in_wide(stage: Stage) -> bool | None:
-    """Return whether the step is finite when half-precision operators compute in float32; None if unknown."""
+def compute_in_wide(stage: Stage) -> list[Computed]:
+    """Compute the step with half-precision operators in float32; empty if that fails, or is not finite."""
     replay = Replay(stage.run)
-    answers = []
     with replay.sheltered():
-        answers = [swap.finite_in_wide(replay, microbatch) for microbatch in replay.microbatches]
-    return None if None in answers else all(answers)
+        found = [swap.compute_in_wide(replay, microbatch) for microbatch in replay.microbatches]
+    computed = [one for one in found if one is not None and swap.is_finite(one)]
+    return computed if len(computed) == len(found) else []
 
 
 def judge(stage: Stage) -> Diagnosis | None:

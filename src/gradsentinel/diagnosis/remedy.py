@@ -7,6 +7,7 @@ from typing import Any
 
 from gradsentinel.diagnosis.fields import in_words
 from gradsentinel.diagnosis.findings import Findings
+from gradsentinel.diagnosis.record import FROM_PARAMETERS
 from gradsentinel.incident import fold
 from gradsentinel.run import Run
 
@@ -123,8 +124,16 @@ def _records(found: Findings) -> str:
     return f"{some}{in_words(found.fields)}"
 
 
-def for_precision(found: Findings) -> tuple[str, ...]:
+_INTEGERS = {"float16": 2048, "bfloat16": 256}
+"""Up to here each type tells whole numbers apart."""
+
+
+def for_precision(found: Findings, *, overflows: bool) -> tuple[str, ...]:
     """Return what to do about a dtype that is too narrow."""
+    counted = _INTEGERS.get(found.half or "")
+    if not overflows and counted and found.origin.literal is False and not _by_parameters(found):
+        kept = "keep positions, times and counts in float32 or in whole numbers, and convert what follows"
+        return (f"{kept}: {found.half} tells whole numbers apart only up to {counted}{_at(found)}",)
     where = found.call.module or "this computation"
     said = [
         f"compute {where} in float32: with torch.autocast(device_type, enabled=False) around it{_at(found)}",
@@ -133,9 +142,25 @@ def for_precision(found: Findings) -> tuple[str, ...]:
         said.append("use bfloat16 instead of float16")
     if found.origin.backward and getattr(found.run.host, "scaler", None) is not None:
         said.append("lower the loss scale (init_scale), or let the scaler find it")
-    elif not found.origin.backward:
+    elif overflows and not found.origin.backward:
         said.append("scale the inputs down first; lowering the loss scale does not help in the forward pass")
     return tuple(said)
+
+
+def _by_parameters(found: Findings) -> bool:
+    return bool(found.singular_origin() & FROM_PARAMETERS)
+
+
+def for_lost(found: Findings) -> tuple[str, ...]:
+    """Return what to do about a number that a narrow type lost before it was needed."""
+    lost = found.lost
+    call = found.call if lost is None else lost.call
+    at = "" if call.line is None else f" ({call.line})"
+    where = call.module or "this computation"
+    said = [f"compute {where} in float32: with torch.autocast(device_type, enabled=False) around it{at}"]
+    if lost is not None and lost.badness.inf:
+        return (*said, "scale its inputs down first, or use bfloat16, whose range is that of float32")
+    return (*said, "add logarithms instead of multiplying probabilities, which do not vanish")
 
 
 def for_custom(found: Findings) -> tuple[str, ...]:

@@ -199,10 +199,21 @@ def run_forward(run: Run, batch: Any) -> Tensor:
     """Call the user's forward; its name ends the search for the user's line."""
     if run.forward is None:
         raise ReplayError("there is no forward= to run")
-    loss = run.forward(_bare(run.model), batch)
+    loss: Any = run.forward(_bare(run.model), batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ReplayError("forward= must return the loss, a tensor with one element")
-    return loss
+        raise ReplayError(
+            f"forward= must return the loss, a tensor with one element, and returns {_described(loss)}"
+        )
+    found: Tensor = loss
+    return found
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}: return the one of them that is the loss"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def run_backward(

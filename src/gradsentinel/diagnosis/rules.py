@@ -12,12 +12,14 @@ from gradsentinel.diagnosis import remedy
 from gradsentinel.diagnosis.excess import by_lone_weight
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.lone_weight import find_lone_weight
-from gradsentinel.diagnosis.operands import bad_rows, tensors_of
+from gradsentinel.diagnosis.operands import bad_rows, operands_of, tensors_of
 from gradsentinel.diagnosis.record import FROM_BATCH, FROM_PARAMETERS
-from gradsentinel.diagnosis.swap import peak_of, peaks_of
+from gradsentinel.diagnosis.swap import peak_of, peaks_of, tensors_by_path
 from gradsentinel.incident import fold
 
 _HUGE_WEIGHT = 1e4
+_SHOWN = 4
+"""Values of a record that are told."""
 _GROWN, _GROWN_AND_CURED = 100.0, 5.0
 """How many times a weight must have grown since the known-good state; less will do if that state cures it."""
 _FAR = 1e3
@@ -200,7 +202,23 @@ def _precision(found: Findings) -> Cause | None:
     )
     if not _overflows(found):
         why = f"in {found.half} {found.origin.op} is singular; computed in float32 {found.widened} is finite"
-    return Cause("precision", 0.9, why, remedy.for_precision(found))
+    return Cause("precision", 0.9, why, remedy.for_precision(found, overflows=_overflows(found)))
+
+
+def _lost_in_a_narrow_type(found: Findings) -> Cause | None:
+    """A wider operator stumbles over what a narrow one made of its inputs: Inf, or 0."""
+    lost = found.lost
+    if lost is None:
+        return None
+    narrow = str(lost.results[0].dtype).removeprefix("torch.")
+    what = "overflows" if lost.badness.inf else "makes 0 of numbers that are not 0"
+    given = "; ".join(map(str, operands_of(lost)))
+    line = "" if lost.call.line is None else f", {lost.call.line}: {lost.call.line.text}"
+    why = (
+        f"before that {lost.op} {what} in {narrow}{line} (inputs: {given}); computed in float32 the same "
+        "step is finite"
+    )
+    return Cause("precision", 0.9, why, remedy.for_lost(found))
 
 
 def _data_alone(found: Findings) -> Cause | None:
@@ -212,6 +230,33 @@ def _data_alone(found: Findings) -> Cause | None:
     named = [field for field in found.fields if field]
     source = f"{fold(named)} of the batch" if named else "the batch"
     why = f"{what} is computed from {source} alone, no parameter has a part in it{_samples_in_words(found)}"
+    return Cause("data", 0.75, why, remedy.for_data(found))
+
+
+def _target(found: Findings) -> Cause | None:
+    """A value of one record, in a field that no layer is given, at which the loss has no finite value.
+
+    A target at the edge of what a likelihood is defined for, say: the weights have a part in the operand, but
+    all weights fail at it.
+    """
+    rows, size = found.guilty_rows, found.size
+    if found.finite_without_rows is not True or not rows or size is None or len(found.fields) != 1:
+        return None
+    if 2 * len(rows) > size or _overflows(found) or found.origin.backward or found.path.reentry is not None:
+        return None
+    field = found.fields[0]
+    if field in found.trace.fields_in(found.trace.fed) or found.finite_with_healthy is False:
+        return None
+    tensor = tensors_by_path(found.microbatch.batch).get(field)
+    if tensor is None or not tensor.dim() or tensor.shape[0] != size:
+        return None
+    values = {value for row in rows for value in tensor[row].flatten()[:_SHOWN].tolist()}
+    shown = f" ({fold([f'{value:.4g}' for value in sorted(values)])})" if len(values) <= _SHOWN else ""
+    who = fold([sample_name(found, row) for row in rows])
+    why = (
+        f"{field or 'the batch'} of {who}{shown} is where the formula is singular: with another record's "
+        "value in its place the step is finite, with the same weights"
+    )
     return Cause("data", 0.75, why, remedy.for_data(found))
 
 
@@ -265,7 +310,9 @@ RULES: tuple[Rule, ...] = (
     _far_from_the_others,
     _lone_weight,
     _precision,
+    _lost_in_a_narrow_type,
     _data_alone,
+    _target,
     _diverged,
     _math,
 )

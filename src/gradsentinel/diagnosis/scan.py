@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Kind
 from gradsentinel.diagnosis.fields import in_words
 from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.innocence import innocent
 from gradsentinel.diagnosis.update import explain_update
 from gradsentinel.evidence import Diagnosis, Evidence, Sample
-from gradsentinel.incident import fold
+from gradsentinel.incident import OF_THIS_STEP, fold
 from gradsentinel.measures.inspection import first_index, local, parts_of, readable, values_of
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
@@ -33,7 +32,7 @@ def scan(evidence: Evidence, run: Run) -> Evidence:
     """
     if evidence.kind in _EXPLAINED_BY_DATA:
         return _scan_inputs(evidence, run)
-    if evidence.kind in _STATE:
+    if evidence.kind in _STATE and not evidence.details.get(OF_THIS_STEP):
         return explain_update(evidence, run)
     return evidence
 
@@ -56,7 +55,7 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
     for microbatch in run.scene.microbatches:
         if microbatch.written:  # what it held before the step is gone
             continue
-        ids = sample_ids(microbatch.batch)
+        ids = microbatch.ids
         for path, tensor in tensors_in(microbatch.batch):
             bad = bad_values(tensor, minus=minus)
             if bad is None or path in usual:
@@ -79,20 +78,22 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
     where = in_words(list(dict.fromkeys(s.field for s in named)))
     several = {"bad_microbatches": list(suspects)} if len(suspects) > 1 else {}
     fix = "replace non-finite values when loading"
-    who = fold([f"id {s.id}" if s.id is not None else f"position {s.position}" for s in named])
+    who = "the record(s) with " + fold(
+        [f"id {s.id}" if s.id is not None else f"position {s.position}" for s in named]
+    )
     return replace(
         evidence,
         kind=Kind.NONFINITE_INPUT,
         microbatch=guilty,
         samples=tuple(samples[:_MAX_SAMPLES]),
-        message=f"bad data: {statements[0]}",
+        message=f"bad data: {statements[0]}" + (f", of {who}" if named[0].id is not None else ""),
         details={**evidence.details, **several},
         diagnosis=Diagnosis(
             cause="data",
             confidence=0.7 if minus else 0.95,
             phase="input",
             evidence=tuple(statements),
-            remedy=(f"repair or filter the record(s) with {who}, or {fix}{where}",),
+            remedy=(f"repair or filter {who}, or {fix}{where}",),
         ),
     )
 

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradsentinel.again.generators import own_generators
+from gradsentinel.diagnosis.belongings import Belongings, has_memory, tensor_keeper
 from gradsentinel.measures.inspection import stored
 from gradsentinel.ranks.wrappers import find_ddp
 from gradsentinel.run import Run
 from gradsentinel.state.rng import preserved_rng
 
-_CONTAINERS = (list, dict, set, deque)
+logger = logging.getLogger("gradsentinel")
+
 _TORCH_FIELDS = frozenset(nn.Module().__dict__) | {"_parameters", "_buffers", "_modules"}
-_CLONED = 1 << 24
-"""Elements up to which a tensor that a module keeps as a plain attribute is copied."""
+_KEPT = 1 << 30
+"""Bytes of parameters that are copied, frozen ones first: a forward pass may write to a codebook."""
 
 
 @contextmanager
 def sheltered(run: Run) -> Iterator[None]:
     """Put everything back on leaving that running the model may change, bit for bit.
 
-    Gradients (the same objects), buffers, random states, training flags, requires_grad, and the plain
-    attributes of the modules (counters, caches, lists). Not what lies outside: closures, files, globals.
+    Gradients (the same objects), parameters (1 GiB of them, frozen ones first), buffers, random states,
+    training flags, requires_grad, and what the modules hold in plain attributes: numbers, containers, objects
+    of the user's own, tensors, arrays, generators (`belongings.py`). Not what lies outside: closures, files,
+    globals, objects of frameworks; but random generators that `forward=` refers to are.
     """
     devices = [run.host.device.type] if run.host.device.type != "cpu" else []
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(devices))
-        for restore in (*_parameters(run), *_modules(run), *_scaler(run)):
+        for restore in (*_parameters(run), *_values(run), *_modules(run), *_scaler(run)):
             stack.callback(restore)
+        for generator in own_generators(run):
+            stack.callback(generator.put_back)
         stack.enter_context(run.local.suspended())
         stack.enter_context(_ddp_silenced(run.model))
         for _, parameter in run.host.named_parameters():
@@ -52,30 +60,50 @@ def _parameters(run: Run) -> Iterator[Any]:
     yield restore
 
 
+def _values(run: Run) -> Iterator[Any]:
+    """What the parameters hold; says so where one was written to that is too large to be put back."""
+    room = _KEPT
+    parameters = sorted(run.host.named_parameters(), key=lambda named: named[1].requires_grad)
+    for name, parameter in parameters:
+        held = stored(parameter.detach())
+        if not has_memory(parameter) or held.layout is not torch.strided:
+            continue
+        room -= held.numel() * held.element_size()
+        if room >= 0:
+            yield tensor_keeper(parameter, on_host=parameter.device.type != "cpu")
+        else:
+            yield partial(_told_if_written, name, parameter, parameter._version)
+
+
+def _told_if_written(name: str, parameter: Tensor, version: int) -> None:
+    if parameter._version != version:
+        logger.warning(
+            "the forward pass writes to %s, which is too large to be put back after a replay", name
+        )
+
+
 def _modules(run: Run) -> Iterator[Any]:
     seen: set[int] = set()
+    belongings = Belongings()
     for _, root in run.host.modules():
         for module in root.modules():
             if id(module) not in seen:
                 seen.add(id(module))
-                yield _Module(module).restore
+                yield _Module(module, belongings).restore
+    yield belongings.restore
 
 
 class _Module:
-    """One module as it was: flags, buffers, plain attributes."""
+    """One module as it was: flags, buffers, plain attributes; what these hold goes to `belongings`."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, belongings: Belongings) -> None:
         self._module = module
         self._training = module.training
         self._buffers = dict(module._buffers)
-        self._values = [(b, _copy(b)) for b in self._buffers.values() if b is not None and _has_memory(b)]
+        self._values = [(b, _copy(b)) for b in self._buffers.values() if b is not None and has_memory(b)]
         self._plain = {k: v for k, v in module.__dict__.items() if k not in _TORCH_FIELDS}
-        self._inside = [(v, v.copy()) for v in self._plain.values() if type(v) in _CONTAINERS]
-        self._tensors = [
-            (v, v._version, _copy(v))
-            for v in self._plain.values()
-            if isinstance(v, Tensor) and _has_memory(v) and v.numel() <= _CLONED
-        ]
+        for value in self._plain.values():
+            belongings.keep(value)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -88,27 +116,10 @@ class _Module:
         for name in [k for k in module.__dict__ if k not in _TORCH_FIELDS and k not in self._plain]:
             del module.__dict__[name]
         module.__dict__.update(self._plain)
-        for container, content in self._inside:
-            _refill(container, content)
-        for tensor, version, value in self._tensors:
-            if tensor._version != version:
-                stored(tensor.detach()).copy_(value)
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(content)
-    else:
-        container.update(content)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return stored(tensor.detach()).clone()
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.device.type != "meta" and not torch.nn.parameter.is_lazy(tensor)
 
 
 def _scaler(run: Run) -> Iterator[Any]:

@@ -36,7 +36,7 @@ class Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returns = func._schema.returns
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return func(*args, **kwargs)  # a view must stay one
-        wide_args, wide_kwargs = tree_map(_wider, (args, kwargs))
+        wide_args, wide_kwargs = tree_map(wider, (args, kwargs))
         if func.overloadpacket.__name__ in ("_softmax", "_log_softmax"):
             wide_args = (*wide_args[:2], False)  # its last argument converts from half by itself
         result = func(*wide_args, **wide_kwargs)
@@ -68,7 +68,8 @@ class Poison(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _wider(value: Any) -> Any:
+def wider(value: Any) -> Any:
+    """Return a narrow tensor in float32, and float32 for a narrow dtype; anything else as it is."""
     if isinstance(value, Tensor) and value.dtype in NARROW:
         return value.float()
     return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
@@ -81,9 +82,15 @@ def is_finite(computed: Computed) -> bool:
 
 def finite_in_wide(replay: Replay, microbatch: MicroBatch) -> bool | None:
     """Return whether the micro-batch is finite in float32; None if it cannot be computed so."""
+    computed = compute_in_wide(replay, microbatch)
+    return None if computed is None else is_finite(computed)
+
+
+def compute_in_wide(replay: Replay, microbatch: MicroBatch) -> Computed | None:
+    """Compute the micro-batch in float32; None if it cannot be computed so."""
     try:
         with replay.with_parameters(lambda _, p: p.detach().float() if p.dtype in NARROW else None):
-            return is_finite(replay.compute(microbatch, mode=Widen()))  # type: ignore[no-untyped-call]
+            return replay.compute(microbatch, mode=Widen())  # type: ignore[no-untyped-call]
     except Exception:  # noqa: BLE001 - the user's code in a dtype it was not written for may raise anything
         return None
 
@@ -174,7 +181,8 @@ def outlier_rows(batch: Any, size: int, factor: float = 1e3) -> dict[str, list[i
         peaks = tensor.detach().double().flatten(1 if tensor.dim() > 1 else 0).abs()
         peaks = peaks.amax(1) if peaks.dim() > 1 and peaks.numel() else peaks
         typical = float(peaks.median()) if peaks.numel() else 0.0
-        rows = (peaks > factor * max(typical, 1e-12)).nonzero().flatten().tolist()
+        # Where most are 0, as with counts, an ordinary number is no outlier.
+        rows = (peaks > factor * (typical or 1.0)).nonzero().flatten().tolist()
         if rows and len(rows) < size:
             found[path] = rows
     return found

@@ -55,7 +55,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The user's own autograd Functions and operator libraries that ran."""
         self.fields: list[str] = []
         """The paths of the batch's tensors; each has a bit of its own, from `FIELDS` on."""
+        self.fed = 0
+        """Bits: what was given to modules with parameters of their own. Targets, as a rule, are not."""
         self.operators = 0
+        self.narrow = False
+        """True if some operator's result is narrower than float32."""
         self.in_backward = False
         self.memory = Memory()
         self._room = _ROOM
@@ -86,6 +90,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cell.origin = shared | FROM_BATCH | 1 << (FIELDS + len(self.fields))
             self.fields.append(path)
 
+    def here(self) -> Call:
+        """Return where the program is: the module that runs, and the user's line."""
+        return self._call(backward=False)
+
     def fields_in(self, origin: int) -> list[str]:
         """Return the fields of the batch among what a value was computed from."""
         return [path for number, path in enumerate(self.fields) if origin >> (FIELDS + number) & 1]
@@ -106,7 +114,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             leave.remove()
             self._stack.clear()
 
-    def _enter(self, module: nn.Module, _args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self.in_backward and any(p is not None for p in module._parameters.values()):
+            cells = [self.memory.known(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            for cell in cells:
+                self.fed |= 0 if cell is None else cell.origin
         self._stack.append(self._names.get(id(module), type(module).__name__))
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -143,6 +155,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not outputs and func._schema.is_mutable:
             outputs = _written_by(func, args)
         allocation = is_allocation(func)
+        self.narrow = self.narrow or any(o.is_floating_point() and o.dtype.itemsize < 4 for o in outputs)
         self._note(
             func,
             (kept_args, kept_kwargs),

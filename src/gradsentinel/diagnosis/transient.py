@@ -64,7 +64,8 @@ def judge_again(again: Again, incident: Incident, run: Run) -> Diagnosis:
     """Return the diagnosis of a fault that does not come back.
 
     Hardware only if nothing else explains it and the replay has shown, by finite parts of the step that it
-    repeats bit for bit, that it computes what the loop computed.
+    repeats bit for bit, that it computes what the loop computed. Where the loss is finite that takes bits
+    that no arithmetic makes: nobody saw the gradients before the loop could write to them.
     """
     found = (
         _added_up(again)
@@ -72,6 +73,7 @@ def judge_again(again: Again, incident: Incident, run: Run) -> Diagnosis:
         or _in_one_bit(again, run)
         or _by_other_code(again)
         or _not_shown(again, incident)
+        or _in_the_gradients_alone(again)
     )
     if found is not None:
         if run.late_step is None:
@@ -82,8 +84,7 @@ def judge_again(again: Again, incident: Incident, run: Run) -> Diagnosis:
         "two runs agree bit for bit, only standard operators took part, and what is finite of the step is "
         f"the same again ({_in_common(again.comparison)}): the device is suspect"
     )
-    sure = 0.6 if again.comparison.gradients is not None else 0.5
-    return _answer("hardware", sure, fact, remedy=for_device(run)[0])
+    return _answer("hardware", 0.6, fact, remedy=for_device(run)[0])
 
 
 def comes_back(again: Again, incident: Incident) -> bool:
@@ -179,9 +180,10 @@ def _in_one_bit(again: Again, run: Run) -> Diagnosis | None:
     first, bit = (None, None) if gradients is None else (gradients.first, gradients.bit)
     if gradients is None or first is None or bit is None or not gradients.alike or again.comparison.against:
         return None
-    ratio = abs(first.was / first.should) if first.should else math.inf
-    if again.written and 1 / _ORDINARY < ratio < _ORDINARY:
-        return None  # doubling or negating changes one bit, too
+    # Doubling, negating, and dividing by 0 change one bit, too, and what is written through `.data` or NumPy
+    # leaves no mark on the tensor's version.
+    if first.computable or not first.should or 1 / _ORDINARY < abs(first.was / first.should) < _ORDINARY:
+        return None
     fact = (
         f"the gradient of {first.name} differs in one bit: element {first.index}, "
         f"bit {bit}, {first.was:g} instead of {first.should:g}"
@@ -205,6 +207,27 @@ def _not_shown(again: Again, incident: Incident) -> Diagnosis | None:
     if doubt:
         return _answer("unknown", 0.2, doubt, remedy=_LIKE_THE_LOOP)
     return None
+
+
+def _in_the_gradients_alone(again: Again) -> Diagnosis | None:
+    """Return an honest "unknown" where the loss is the same and finite, and only gradients differ.
+
+    Hooks that the loop alone registers on activations, and writes through `.data`, `.detach()` or NumPy,
+    which no version of a tensor counts, damage a part of a gradient as a failing device does.
+    """
+    if not again.comparison.finite_loss:
+        return None
+    gradients = again.comparison.gradients
+    first = None if gradients is None else gradients.first
+    what = "gradients differ" if first is None else f"{first}"
+    return _answer(
+        "unknown",
+        0.3,
+        f"{what}, of the same loss: a hook or a write that only the loop has explains it, or a failing "
+        "device",
+        remedy="look at hooks on tensors, and at what writes to .grad (also by .data, .detach(), .numpy()) "
+        "between backward and step; if there is none, test the device",
+    )
 
 
 def _doubt(comparison: Comparison, incident: Incident) -> str:

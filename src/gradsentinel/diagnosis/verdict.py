@@ -19,15 +19,17 @@ _LONGEST = 8
 def decide(found: Findings) -> Diagnosis:
     """Return the diagnosis of a micro-batch whose bad values were traced to an operator."""
     cause = next(c for c in (rule(found) for rule in RULES) if c is not None)
-    origin = found.origin
-    line = found.call.line
+    origin, call, node = found.origin, found.call, found.node
+    if found.lost is not None and cause.name == "precision":
+        origin, call, node = found.lost, found.lost.call, None
+    line = call.line
     return Diagnosis(
         cause=cause.name,
         confidence=cause.confidence,
         phase="backward" if origin.backward else "forward",
-        module=found.call.module,
+        module=call.module,
         op=origin.op,
-        node=found.node,
+        node=node,
         source=None if line is None else str(line),
         evidence=(_headline(found), cause.why, *_details(found)),
         remedy=cause.remedies,

@@ -113,12 +113,7 @@ def verify(stage: Stage, control: Stage | None = None) -> Verification:
             found.said = "the step is finite with the model as it was, too: here it proves nothing"
             return found
         found.checks.append(Check("before", True, f"the fault is there without the fix: {before.in_words()}"))
-    if bundle.incident.kind in STATE_KINDS:
-        setting = judge(stage)
-        if setting is not None and setting.cause == "optimizer":
-            found.checks.append(Check("optimizer", False, setting.evidence[0]))
-    else:
-        found.checks.append(check_operator(bundle, device=stage.run.host.device))
+    found.checks += _check_parts(stage)
     name = None if bundle.incident.diagnosis is None else bundle.incident.diagnosis.module
     with watched(stage, name) as seen:
         outcome = compute(stage)
@@ -128,11 +123,58 @@ def verify(stage: Stage, control: Stage | None = None) -> Verification:
         found.checks.append(Check("step", True, "loss and gradients are finite"))
     else:
         found.checks.append(Check("step", False, f"not finite: {outcome.in_words()}{_place(stage)}"))
+    found.checks += check_gradients(stage, outcome)
     if outcome.finite and stage.has_optimizer:
         found.checks.append(_check_optimizer(stage, outcome))
     decisive = [check.held for check in found.checks if check.what in ("module", "step", "optimizer")]
     _conclude(found, stage, holds=all(held is not False for held in decisive), transient=_transient(bundle))
+    if found.holds:
+        _doubt(found, stage, name if seen is not None and not seen.calls else None)
     return found
+
+
+def _doubt(found: Verification, stage: Stage, silent: str | None) -> None:
+    """Take back what a step proves in which the guilty part did not take part."""
+    if silent and _find(stage, silent) is not None:
+        found.holds, found.said = None, f"nothing is shown: {silent}, which was to blame, did not run"
+    if any(check.what == "gradient" and not check.held for check in found.checks):
+        found.holds, found.said = (
+            False,
+            "nothing is shown: the gradient is cut, so the fault cannot come back",
+        )
+
+
+def _check_parts(stage: Stage) -> list[Check]:
+    """Look at the bad operator alone; where the optimizer was to blame, at its settings."""
+    if stage.bundle.incident.kind not in STATE_KINDS:
+        return [check_operator(stage.bundle, device=stage.run.host.device)]
+    setting = judge(stage)
+    if setting is None or setting.cause != "optimizer":
+        return []
+    return [Check("optimizer", False, setting.evidence[0])]
+
+
+def check_gradients(stage: Stage, outcome: Outcome) -> list[Check]:
+    """Say where gradients do not arrive any more; nothing if they do, or if nobody knows where they did.
+
+    A fix that detaches, or multiplies by 0, makes everything finite and trains nothing.
+    """
+    if not outcome.finite:
+        return []
+    bundle, trainable = stage.bundle, {n for n, p in stage.run.host.named_parameters() if p.requires_grad}
+    then = {entry.name for entry in bundle.incident.tensors}
+    if bundle.has("gradients"):
+        then |= set(bundle.read("gradients")[0]["gradients"])
+    blamed = "" if bundle.incident.diagnosis is None else bundle.incident.diagnosis.module
+    if blamed:
+        then |= {name for name in trainable if name.startswith(f"{blamed}.")}
+    total = total_gradients(outcome.computed)
+    cut = sorted(name for name in then & trainable if name not in total)
+    if cut:
+        return [Check("gradient", False, f"no gradient reaches {fold(cut)} any more")]
+    if total and all(not bool(gradient.detach().to_dense().any()) for gradient in total.values()):
+        return [Check("gradient", False, "every gradient is 0")]
+    return []
 
 
 def _conclude(found: Verification, stage: Stage, *, holds: bool, transient: bool) -> None:
@@ -220,7 +262,7 @@ class _Seen:
     def check(self, name: str, outcome: Outcome) -> Check:
         """Say what became of it."""
         if not self.calls:
-            return Check("module", None, f"{name} did not run: it is not in the fixed model any more")
+            return Check("module", None, f"{name} did not run in the fixed model")
         if self.given and not self.made:
             return Check("module", False, f"{name} makes bad values of finite ones, in the forward pass")
         own = any(what.startswith(f"{name}.") for what in outcome.gradients)

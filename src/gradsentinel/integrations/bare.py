@@ -13,6 +13,7 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.events import Event
 from gradsentinel.incident import Incident
 from gradsentinel.integrations.engine import Engine
+from gradsentinel.integrations.loaders import draw_through
 from gradsentinel.integrations.wraps import Wraps
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class LoopSentinel:
     """Watches a loop that calls its framework for backward, clipping and steps, as it did without us.
 
     `steps(loader)` is optional: it shows the micro-batches, which replay, Retry and the list of batches to
-    leave out need.
+    leave out need. A DataLoader is drawn through a sampler that knows the indices of its records, until
+    `close()`.
     """
 
     def __init__(self, engine: Engine, wraps: Wraps) -> None:
@@ -39,6 +41,7 @@ class LoopSentinel:
         if not isinstance(loader, Iterable):
             raise ConfigurationError(f"{type(loader).__name__} cannot be iterated over")
         self._engine.run.course.refuse(loader)
+        draw_through(loader, self._wraps)
         return self._steps(loader)
 
     def _steps(self, loader: Iterable[B]) -> Iterator[B]:

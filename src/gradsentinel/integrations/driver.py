@@ -17,7 +17,7 @@ from gradsentinel.integrations.bare import LoopSentinel
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import FrameworkHost, raw
 from gradsentinel.integrations.settings import RunSettings
-from gradsentinel.integrations.wraps import Wraps
+from gradsentinel.integrations.wraps import Wraps, is_wrapped
 
 
 class LoopDriver:
@@ -38,6 +38,14 @@ class LoopDriver:
         if self._engine is None:
             raise RuntimeError("attach() comes first")
         return self._engine
+
+    def check_free(self, tool: Any) -> None:
+        """Raise ConfigurationError if somebody watches this tool or one of the optimizers already."""
+        if is_wrapped(tool, "backward") or any(is_wrapped(one, "step") for one in self.optimizers):
+            raise ConfigurationError(
+                f"this {type(tool).__name__} is being watched already: close() that sentinel first, or give "
+                "one prepare() all models and optimizers"
+            )
 
     def attach(self, engine: Engine) -> None:
         """Begin to drive; `wraps.undo()` ends it."""

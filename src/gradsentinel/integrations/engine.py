@@ -16,7 +16,7 @@ from gradsentinel.assembly import default_diagnosers, default_examiners, make_ru
 from gradsentinel.callback import Callback
 from gradsentinel.data.records import fingerprint
 from gradsentinel.decision import Action, Decision
-from gradsentinel.errors import ConsensusError, TrainingAborted
+from gradsentinel.errors import ConfigurationError, ConsensusError, TrainingAborted
 from gradsentinel.gradients import GradientView
 from gradsentinel.host import Forward
 from gradsentinel.integrations.host import FrameworkHost
@@ -31,6 +31,13 @@ from gradsentinel.state.tree import tensors_in
 from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")
+
+
+def _settings_among(callbacks: Sequence[Callback]) -> RunSettings:
+    found = [one for one in callbacks if isinstance(one, RunSettings)]
+    if len(found) > 1:
+        raise ConfigurationError(f"{len(found)} RunSettings in one list of callbacks: give one")
+    return found[0] if found else RunSettings()
 
 
 @dataclass(slots=True)
@@ -82,11 +89,12 @@ class Engine:
         save: Callable[[Path], str] | None = None,
     ) -> None:
         given = None if callbacks is None else [one for one in callbacks if not isinstance(one, RunSettings)]
-        settings = next((one for one in callbacks or () if isinstance(one, RunSettings)), RunSettings())
+        settings = _settings_among(callbacks or ())
         self.host = host
         run = make_run(host, settings.run_dir or directory, mesh=settings.mesh, timeout=settings.timeout)
         run.model, run.forward, run.diagnosis_budget = model, forward, settings.diagnosis_budget
         run.course.by_steps = by_steps
+        run.has_resume = False
         self._state_check = StateCheck()
         self.watch = Watch(
             run,
@@ -346,6 +354,13 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return step counters and what the callbacks must remember over a restart."""
         return self.watch.state_dict()
+
+    def state_of(self, callback: Callback) -> Mapping[str, Any]:
+        """Return what one of the callbacks must remember; nothing of one that is none of the run's."""
+        bus = self.watch.bus
+        if all(callback is not one for one in bus.callbacks):
+            return {}
+        return bus.ask(callback, callback.state_dict, self.run.step, "state_dict") or {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""

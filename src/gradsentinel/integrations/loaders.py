@@ -27,9 +27,7 @@ def draw_through(loader: Any, wraps: Wraps) -> SkipBatches | None:
     is none of torch's kind. The order of the batches stays as it is.
     """
     own = sampler_of(loader)
-    inside = getattr(
-        loader, "base_dataloader", loader
-    )  # where Accelerate keeps the loader that it draws from
+    inside = _drawn_from(loader)
     if own is not None or not isinstance(inside, DataLoader) or _has_state(loader):
         return own
     sampler = vars(inside).get("batch_sampler")
@@ -37,7 +35,18 @@ def draw_through(loader: Any, wraps: Wraps) -> SkipBatches | None:
         return None
     between = Between(sampler)
     wraps.set(inside, "batch_sampler", between)
+    if inside is not loader and "batch_sampler" in vars(loader):  # Fabric's has copies of the attributes
+        wraps.set(loader, "batch_sampler", between)
     return between
+
+
+def _drawn_from(loader: Any) -> Any:
+    """Return the loader inside a tool's own; None if that gives parts of its batches to other ranks."""
+    if any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):
+        return None
+    if any(kind.__name__ == "_FabricDataLoader" for kind in type(loader).__mro__):
+        return loader._dataloader
+    return getattr(loader, "base_dataloader", loader)  # Accelerate's
 
 
 def _has_state(loader: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 from gradsentinel.callback import Callback, check_callback
@@ -32,8 +32,6 @@ class Native:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | Callback = (args, kwargs)
         self.callback: Callback = self.kind(*args, **kwargs)
         self._used = False
-        self.restored: Mapping[str, Any] | None = None
-        """What a checkpoint holds of the run that goes on."""
 
     def begin(self) -> Callback:
         """Return the callback for a run that begins."""
@@ -90,13 +88,12 @@ def carry(callback: Callback, base: type[T], module: str) -> T:
         given = copy.deepcopy(callback)
     except Exception:  # noqa: BLE001 - whatever somebody keeps in a callback
         given = callback
-    vars(instance).update(_given=given, callback=callback, _used=False, restored=None)
+    vars(instance).update(_given=given, callback=callback, _used=False)
     return instance
 
 
-def first_restored(natives: Sequence[Native]) -> Mapping[str, Any] | None:
-    """Return the state that a checkpoint has given to one of these, and take it from all of them."""
-    found = [one.restored for one in natives if one.restored]
-    for one in natives:
-        one.restored = None
-    return found[0] if found else None
+def names_of(natives: Sequence[Native]) -> list[str]:
+    """Return what the run calls their callbacks: by their kind, and a number for a further one of it."""
+    kinds = [type(one.callback).__name__ for one in natives]
+    counts = [kinds[:place].count(kind) + 1 for place, kind in enumerate(kinds)]
+    return [kind if count == 1 else f"{kind}#{count}" for kind, count in zip(kinds, counts, strict=True)]

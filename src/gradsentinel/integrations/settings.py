@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradsentinel.assembly import check_seconds
 from gradsentinel.callback import Callback
-from gradsentinel.errors import ConfigurationError
 
 
 @dataclass(kw_only=True)
@@ -24,5 +24,4 @@ class RunSettings(Callback):
     """The job's DeviceMesh, whose dimensions become a rank's coordinates."""
 
     def __post_init__(self) -> None:
-        if self.timeout <= 0 or self.diagnosis_budget < 0:
-            raise ConfigurationError("timeout must be above 0 seconds and diagnosis_budget 0 or more")
+        check_seconds(self.timeout, self.diagnosis_budget)

@@ -10,6 +10,15 @@ Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes the method that is there and returns what is to be called instead."""
 
 
+_MARK = "_gradsentinel_wraps"
+
+
+def is_wrapped(owner: Any, name: str) -> bool:
+    """Return True if a method of this object is wrapped, and the wraps have not been taken off."""
+    found = getattr(vars(owner).get(name), _MARK, None)
+    return isinstance(found, Wraps) and found.active
+
+
 class Wraps:
     """Wraps around methods of instances; classes and modules stay as they are."""
 
@@ -28,6 +37,7 @@ class Wraps:
         def method(*args: Any, **kwargs: Any) -> Any:
             return instead(*args, **kwargs) if self.active else plain(*args, **kwargs)
 
+        vars(method)[_MARK] = self
         object.__setattr__(owner, name, method)
         self._done.append((owner, name, own, plain, method))
 

@@ -32,6 +32,12 @@ class Letter:
         return numbers
 
 
+MOST_SPARE = 1 << 20
+"""Bytes of pinned memory that a mailbox keeps. A constant and no setting: a letter holds a few numbers per
+parameter, so the letters in use at one time stay below it up to some ten thousand parameters; what is beyond
+is asked for anew, from torch's cache of pinned memory, which costs time and never a result."""
+
+
 class Mailbox:
     """Sends small tensors to the host through pinned memory that is used again and again.
 
@@ -44,7 +50,7 @@ class Mailbox:
             longest time goes first. Letters that are under way come on top.
     """
 
-    def __init__(self, device: torch.device, *, most_spare: int = 1 << 20) -> None:
+    def __init__(self, device: torch.device, *, most_spare: int = MOST_SPARE) -> None:
         self.device = device
         """Where the numbers are made."""
         self._kind = device_of(device)

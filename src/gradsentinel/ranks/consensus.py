@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import threading
@@ -25,6 +26,8 @@ _PATIENCE = 5.0
 """Seconds without a further rank that signs in, after which a roll call is closed."""
 _LONGEST_ROLL_CALL = 6
 """A roll call is closed after so many times the patience, whatever happens."""
+_starts = itertools.count()
+"""Numbers the agreements that this process has begun; the ranks begin the same ones."""
 _MOST_NAMED = 64
 """So many absent ranks are looked for one by one; the others are counted."""
 
@@ -117,9 +120,12 @@ class DistributedConsensus:
         self.world_size = dist.get_world_size()
         self._device = device
         self._timeout = timeout
-        self._group: Any = dist.new_group(timeout=timedelta(seconds=timeout))
+        self._group: Any = None
         self._failure = ""
         """Why the ranks cannot agree any more."""
+        self._name = f"gradsentinel/start/{next(_starts)}"
+        with self._answered("; was the watch started on every rank?"):
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout))
         self._name = f"gradsentinel/{self._group.group_name}"
         # A store that outlives a restart still holds the names that dead processes left.
         drawn = torch.tensor([secrets.randbits(62)], device=device)
@@ -181,7 +187,7 @@ class DistributedConsensus:
                 dist.destroy_process_group(group)
 
     @contextmanager
-    def _answered(self) -> Iterator[None]:
+    def _answered(self, hint: str = "") -> Iterator[None]:
         """Turn a failed collective into an error that names who did not answer."""
         if self._failure:
             raise ConsensusError(self._failure)
@@ -189,7 +195,7 @@ class DistributedConsensus:
             yield
         except RuntimeError as error:
             self._hang_up(error)
-            self._failure = self._who_is_missing(error)
+            self._failure = self._who_is_missing(error) + hint
             raise ConsensusError(self._failure) from error
 
     def _hang_up(self, error: RuntimeError) -> None:
@@ -198,6 +204,8 @@ class DistributedConsensus:
             return  # with NCCL and HCCL the watchdog ends the process, and the connections with it
         traceback.clear_frames(error.__traceback__)  # they hold the group, which closes when nobody does
         group, self._group = self._group, None
+        if group is None:  # there was none yet; torch would take the whole job's instead
+            return
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group(group)
 

@@ -204,7 +204,8 @@ def severity_of(incident: Incident, history: Sequence[Incident]) -> Severity:
     if independent > 1 or incident.kind is Kind.RANK_DIVERGENCE:
         return Severity.CRITICAL
     persists = len(_streak(incident, [entry for entry in history if entry is not incident])) > 0
-    if incident.kind in _STATE or persists or incident.kind is Kind.CALLBACK_ERROR:
+    bad_state = incident.kind in _STATE and not incident.can_be_undone
+    if bad_state or persists or incident.kind is Kind.CALLBACK_ERROR:
         return Severity.ERROR
     return Severity.WARNING
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import shutil
 import warnings
@@ -264,13 +265,15 @@ def _verify(path: Path, metadata: Any, sums: Mapping[_Chunk, int]) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415 - takes long
 
     left = dict(sums)
+    # before torch 2.7 it goes by itself by whether there is a process group
+    alone = {"no_dist": True} if "no_dist" in inspect.signature(load).parameters else {}
     for key, entry in metadata.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
             continue
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
-            load({key: whole}, checkpoint_id=path, no_dist=True)
+            load({key: whole}, checkpoint_id=path, **alone)
         for chunk in entry.chunks:
             part = whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
             if _sum_of(part) != left.pop((key, tuple(chunk.offsets)), None):

@@ -104,6 +104,10 @@ class StateHealth:
             for part, named in parts.items()
         }
 
+    def buffer_norm(self) -> Tensor:
+        """Return the 2-norm of the buffers as they are, 0-dim, not finite if an element is; no wait."""
+        return GradientView((name, local(tensor)) for name, tensor in self.buffers()).total_norm
+
     def norm(self, part: int = 0, parts: int = 1) -> Tensor:
         """Return the 2-norm of the local state, 0-dim, not finite if an element is; one pass, no wait.
 

@@ -123,7 +123,7 @@ def _start_afresh(run: Run, *, asked: bool) -> None:
     if last < 0:
         return
     run.iteration = last + 1
-    if run.consensus.rank:
+    if run.consensus.rank or not run.has_resume:
         return
     if asked:
         logger.warning(

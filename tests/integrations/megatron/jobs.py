@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from small_net import keep_contract
 from tiny_gpt import Training
 
 from gradsentinel import AfterBackward, AfterStep, Batch, BeforeClip, StepStart, TrainingAborted
+from gradsentinel.devices.cpu import Cpu
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations import megatron
 from gradsentinel.integrations.megatron.options import make_callbacks
 from gradsentinel.testing import swallowed
 
-__all__ = ["keep_contract", "refused", "restart", "train"]
+__all__ = ["keep_contract", "refused", "restart", "saturating", "train", "warned"]
 
 logging.getLogger("gradsentinel").setLevel(logging.ERROR)
 
@@ -134,6 +136,48 @@ def _place() -> dict[str, int]:
     }
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "scheduler": {"scheduler": 3},
+    "extra": {"extra": {"a": 1}},
+    "extra list": {"extra": [1]},
+    "timeout text": {"timeout": "x"},
+    "timeout below 0": {"timeout": -1},
+    "timeout for ever": {"timeout": float("inf")},
+    "budget": {"diagnosis_budget": -1},
+}
+"""Settings that cannot work."""
+
+
+OTHERS: dict[str, Callable[[Training], tuple[Any, Any]]] = {
+    "bare model": lambda training: (training.model[0].module, training.optimizer),
+    "half the model pp2vpp2": lambda training: (training.model[:1], training.optimizer),
+    "another model's optimizer": lambda training: (training.model, Training(training.layout).optimizer),
+}
+"""Models and optimizers that do not belong together, or to Megatron."""
+
+
+def warned(
+    rank: int, layout: Layout, folder: Path, callbacks: str, *, schedule: bool, steps: int = 2
+) -> list[str]:
+    """Train two steps, and return what was logged meanwhile."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("gradsentinel")
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    train(rank, layout, folder, callbacks=callbacks, schedule=schedule, steps=steps)
+    return told
+
+
+def saturating(rank: int, layout: Layout, folder: Path, **settings: Any) -> tuple[list[str], dict[str, Any]]:
+    """Train on a device that says that it saturates; return warnings, and what no callback finds."""
+    Cpu.saturates = True  # in this process, which ends with the job
+    return warned(rank, layout, folder / "warned", "NanCallback", schedule=True), train(
+        rank, layout, folder, callbacks="", **settings
+    )
+
+
 def refused(rank: int, layout: Layout, folder: Path, what: str) -> tuple[str, list[Any]]:
     """Try to attach to something that cannot work; returns the message, and whether all is as before."""
     tiny_gpt.start(layout)
@@ -142,8 +186,9 @@ def refused(rank: int, layout: Layout, folder: Path, what: str) -> tuple[str, li
     model: Any = training.model
     optimizer: Any = training.optimizer
     callbacks = "NanCallback"
-    if what == "bare model":
-        model = training.model[0].module
+    settings = SETTINGS.get(what, {})
+    if what in OTHERS:
+        model, optimizer = OTHERS[what](training)
     elif what == "torch optimizer":
         optimizer = training.parts()[0].optimizer
     elif what.startswith(("rescue", "resync")):
@@ -164,6 +209,7 @@ def refused(rank: int, layout: Layout, folder: Path, what: str) -> tuple[str, li
             callbacks=make_callbacks(callbacks),
             data_iterator=iter(()) if what == "plain iterator" else None,
             run_dir=folder / "run",
+            **settings,
         )
     except ConfigurationError as error:
         message = str(error)

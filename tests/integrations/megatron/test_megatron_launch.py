@@ -11,7 +11,7 @@ import pytest
 
 from gradsentinel import NanCallback, Retry, Rollback
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.integrations.megatron.launch import Launch
+from gradsentinel.integrations.megatron.launch import Launch, main
 from gradsentinel.integrations.megatron.options import MODULES, make_callbacks, parse
 from gradsentinel.store import RunDirectory
 
@@ -45,11 +45,35 @@ def test_the_launchers_options_may_stand_anywhere_and_the_rest_is_the_scripts():
         (["a.py", "--gs-rundir", "x"], "there is no option --gs-rundir"),
         (["a.py", "--gs-run-dir"], "--gs-run-dir needs a value"),
         (["a.py", "--gs-timeout", "soon"], "no number of seconds"),
+        (["a.py", "--gs-timeout", "-5"], "--gs-timeout: timeout=-5.0 must be above 0 seconds"),
+        (["a.py", "--gs-timeout=nan"], "must be above 0 seconds"),
+        (["a.py", "--gs-timeout=inf"], "must be above 0 seconds"),
+        (["a.py", "--gs-keep-nan-checks=no"], "there is no option --gs-keep-nan-checks=no"),
     ],
 )
 def test_a_wrong_line_is_refused(line, says):
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         parse(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["--gs-rundir", "x", "a.py"], "there is no option --gs-rundir"),
+        (["--gs-callbacks", "Nothing", __file__], "no callback is 'Nothing'"),
+        (["nowhere.py"], "there is no script nowhere.py"),
+        ([], "the script to run is missing"),
+    ],
+)
+def test_a_wrong_line_ends_with_the_reason_and_a_status(capsys, line, says):
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    told = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert ended.value.__suppress_context__
+    assert len(told) == 2
+    assert told[1].startswith("error: ")
+    assert says in told[1]
 
 
 def test_callbacks_are_named_with_literal_arguments():

@@ -371,27 +371,3 @@ def test_experts_have_their_numbers_in_the_whole_model(megatron, tmp_path):
         described = json.loads((tmp_path / "run" / f"params-rank{rank}.json").read_text())
         names = [e["name"] for e in described["parameters"] if "local_experts" in e["name"]]
         assert {name.split("local_experts.")[1].split(".")[0] for name in names} == numbers
-
-
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("bare model", "wrap the model in megatron.core.distributed.DistributedDataParallel"),
-        ("torch optimizer", "give what get_megatron_optimizer returned"),
-        ("rescue pp2", "pipeline stages exchange values of one type"),
-        ("rescue with fusion", "--no-gradient-accumulation-fusion"),
-        ("resync", "Resync cannot work here: what Megatron's optimizers hold"),
-        ("plain iterator", "wrap it in megatron.core.rerun_state_machine.RerunDataIterator"),
-        ("twice", "is being watched already"),
-        ("old version", "megatron-core 0.9.0 is too old"),
-        ("step overlap", "overlap_param_gather_with_optimizer_step is not supported"),
-        ("nan check", "--no-check-for-nan-in-loss-and-grad"),
-    ],
-)
-def test_what_cannot_work_is_refused_at_once(megatron, tmp_path, what, says):
-    layout = LAYOUTS["pp2"] if what.endswith("pp2") else LAYOUTS["one"]
-    layout = replace(layout, check_for_nan=what == "nan check")
-    for message, [before, after] in megatron.run("refused", layout.world, layout, tmp_path, what):
-        assert says in message
-        if what != "twice":
-            assert before == after

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from gradsentinel.campaign.trial import Trial
 
 
+def _loss_of_module(module: Any, batch: Any) -> Tensor:
+    return loss_of(module.gpt, batch)
+
+
 def train(trial: Trial, policy: str, scratch: Path) -> dict[str, Any]:
     """Train under a policy and return what is kept of it. A run that is aborted is not started again."""
     import lightning  # noqa: PLC0415 - optional
@@ -56,7 +60,7 @@ def train(trial: Trial, policy: str, scratch: Path) -> dict[str, Any]:
     plan = None
     if policy != "clean":
         plan = FaultPlan([one.fault(Site(optimizer=optimizer)) for one in faults], seed=seed, rank=0)
-    probe = Probe(module, optimizer, lambda model, batch: loss_of(model.gpt, batch), task.optimizer)
+    probe = Probe(module, optimizer, _loss_of_module, task.optimizer)
     feed = Feed(task.batches(), faults, journal, plan=plan, probe=probe, seed=seed)
     callbacks = []
     if policy == "gradsentinel":

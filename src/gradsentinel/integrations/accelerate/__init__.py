@@ -85,6 +85,7 @@ def prepare(
                 f"{type(one).__name__} was not prepared: give what accelerator.prepare(optimizer) returned"
             )
     driver = AcceleratorDriver(accelerator, optimizers)
+    driver.check_free(accelerator)
     plain_save: Callable[..., Any] = accelerator.save_state
 
     def save(directory: Path) -> str:

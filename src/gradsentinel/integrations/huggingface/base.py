@@ -40,7 +40,9 @@ class SentinelCallback(Native, Base):
         trainer, checkpoint = _calling_trainer(self)
         natives = [one for one in trainer.callback_handler.callbacks if isinstance(one, SentinelCallback)]
         if natives[0] is self:
-            earlier = self._session.leave(None) if self._session is not None else None
+            before, self._session = self._session, None
+            state = None if before is None else before.leave(None)
+            earlier = state if before is not None and before.model is trainer.model else None
             self._session = Session(trainer, natives, kwargs.get("train_dataloader"), checkpoint, earlier)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

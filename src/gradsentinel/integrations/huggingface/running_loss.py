@@ -13,7 +13,7 @@ from gradsentinel.integrations.wraps import Wraps
 
 
 class RunningLoss:
-    """Has a step that was computed again counted with its new loss, and a dropped one with no loss of its own.
+    """Has a step that was computed again counted with its new loss, and a dropped one with no loss at all.
 
     The Trainer adds each micro-batch's loss to its sum before the step can be judged, and divides by the
     number of steps when it logs. So in a dropped step's place comes the mean of the steps since the last

@@ -42,6 +42,10 @@ class Session:
     ) -> None:
         check_accelerator(trainer.accelerator)
         self._trainer = trainer
+        self.model = trainer.model
+        """What is trained; another one is another run."""
+        self._written: set[Path] = set()
+        """The checkpoints that are of this run."""
         self._items: Any = None
         self._number = 0
         self._epoch = 0
@@ -183,7 +187,9 @@ class Session:
     def _around_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def _save_checkpoint(*args: Any, **kwargs: Any) -> Any:
             self.engine.check_state()
-            return plain(*args, **kwargs)
+            written = plain(*args, **kwargs)
+            self._written.add(self._folder().resolve())
+            return written
 
         return _save_checkpoint
 
@@ -206,20 +212,34 @@ class Session:
 
     def _save(self, directory: Path) -> str:
         """Write the Trainer's checkpoint of an aborted run, where `resume_from_checkpoint` finds it."""
-        trainer = self._trainer
-        folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}"
-        if folder.is_dir():
+        trainer, folder = self._trainer, self._folder()
+        if folder.resolve() in self._written and folder.is_dir():
             return f"{folder} (written before)"
+        if trainer.args.should_save and folder.is_dir():  # of an earlier run with the same output_dir
+            aside = unused(folder.parent, f"earlier-{folder.name}")
+            folder.rename(aside)
+            logger.warning("%s is of an earlier run, and is now %s", folder, aside.name)
+        self.engine.run.consensus.all_of(True)
         self._save_checkpoint(trainer.model, trial=None)
         self.save_beside_checkpoint(trainer.state.global_step)
         return str(folder)
+
+    def _folder(self) -> Path:
+        """Return where the Trainer writes its checkpoint of this step."""
+        trainer = self._trainer
+        return Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}"
 
     def _from_checkpoint(self, checkpoint: Any, host: FrameworkHost) -> Mapping[str, Any] | None:
         """Return what the checkpoint holds of the run; None, and logged, if it cannot be read."""
         if not isinstance(checkpoint, (str, Path)):
             return None
+        self._written.add(Path(checkpoint).resolve())
         path = Path(checkpoint) / f"gradsentinel-rank{self._trainer.args.process_index}"
         if not path.exists():
+            logger.warning(
+                "%s was written without GradSentinel: its step counters, budgets and histories begin anew",
+                checkpoint,
+            )
             return None
         try:
             state, _ = read_archive(path, kind=_KIND)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from gradsentinel.callback import Callback
-from gradsentinel.integrations.natives import Native, carry, native_class
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.integrations.natives import Native, carry, names_of, native_class
 from gradsentinel.integrations.versions import check, require
 from gradsentinel.integrations.wraps import Wraps
 
@@ -41,6 +44,10 @@ else:
 P = ParamSpec("P")
 C = TypeVar("C", bound=Callback)
 HOME = "gradsentinel.integrations.lightning"
+_KEY = "gradsentinel"
+"""Where a checkpoint keeps what belongs to the run, whoever drives it."""
+
+logger = logging.getLogger("gradsentinel")
 
 
 class SentinelCallback(Native, Base):
@@ -52,27 +59,43 @@ class SentinelCallback(Native, Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _join_packages()
         super().__init__(*args, **kwargs)
+        self._unused()
+
+    def _unused(self) -> None:
         self._session: Session | None = None
+        """The run, if this is the callback that drives it."""
+        self._watched: Session | None = None
+        """The run, for every callback of it."""
         self._early: Wraps | None = None
         self._ended: tuple[Any, Mapping[str, Any]] | None = None
         """The module of the run before, and what that run came to."""
+        self._key = f"gradsentinel.{self.callback!r}"
+        self._restored: Mapping[str, Any] | None = None
+        """What a checkpoint holds of the run beside its callbacks, if this one is going to drive it."""
+        self._own: Mapping[str, Any] = {}
+        """What this callback had to remember when the run before ended, or when a checkpoint was written."""
 
     @property
     def state_key(self) -> str:
-        """The kind and its settings, so that two of a kind with other settings keep their own state."""
-        key: str | None = vars(self).get("_key")  # Lightning asks at every hook
-        if key is None:
-            key = vars(self)["_key"] = f"gradsentinel.{self.callback!r}"
-        return key
+        """The kind, with a number for a further one of it in its Trainer; before that is known, the settings.
 
-    def _leads(self, trainer: Any) -> bool:
-        return next(one for one in trainer.callbacks if isinstance(one, SentinelCallback)) is self
+        Lightning wants two of a kind told apart when a Trainer is made, and a state that is found again when
+        a setting was changed.
+        """
+        return self._key  # Lightning asks at every hook
 
     # -- Lightning's hooks ----------------------------------------------------------------------------
 
+    def setup(self, trainer: Any, pl_module: Any = None, stage: Any = None) -> None:
+        """Learn which one of its kind it is."""
+        if not isinstance(self, SentinelCallback):  # a class, of which this is called as a function
+            raise _class_given(self)
+        natives = _natives(trainer)
+        self._key = f"gradsentinel.{names_of(natives)[natives.index(self)]}"
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Be there before the loaders are iterated over."""
-        if self._leads(trainer):
+        if _leads(self, trainer):
             from gradsentinel.integrations.lightning.session import begin_early  # noqa: PLC0415 - likewise
 
             self._let_go()
@@ -80,21 +103,31 @@ class SentinelCallback(Native, Base):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run: the checkpoint is loaded, and model and optimizers are in place."""
-        if not self._leads(trainer):
+        if not _leads(self, trainer):
             return
         from gradsentinel.integrations.lightning.session import Session  # noqa: PLC0415 - it imports this module
 
         if self._session is not None:
-            self._session.end(None)
-        natives = [one for one in trainer.callbacks if isinstance(one, SentinelCallback)]
-        same = self._ended is not None and self._ended[0] is pl_module
-        earlier = self._ended[1] if same and self._ended else None
+            self._end(trainer, pl_module, None)
+        natives = _natives(trainer)
+        earlier = self._earlier(natives, pl_module)
         early, self._early = self._early or Wraps(), None
         try:
             self._session = Session(trainer, pl_module, natives, earlier, early)
         except BaseException:
             early.undo()
             raise
+        for one in natives:
+            one._watched = self._session
+
+    def _earlier(self, natives: Sequence[SentinelCallback], pl_module: Any) -> Mapping[str, Any] | None:
+        """Return the state that this run goes on from: of a checkpoint, or of the run before."""
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            own = {name: one._own for name, one in zip(names_of(natives), natives, strict=True) if one._own}
+            return {**restored, "callbacks": {**restored["callbacks"], **own}}
+        same = self._ended is not None and self._ended[0] is pl_module
+        return self._ended[1] if same and self._ended else None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Look which sampler the epoch is drawn through."""
@@ -129,26 +162,56 @@ class SentinelCallback(Native, Base):
             self._session.batch_done()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the run."""
-        self._end(pl_module, None)
+        """Have the run end when everybody has heard of it: checkpoints may yet be written."""
+        if self._session is not None:
+            self._session.at_last(lambda: self._end(trainer, pl_module, None))
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Let go of a fit without any training batches."""
         self._let_go()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: Any = None) -> None:
         """End the run by somebody's exception, which goes on its way unchanged."""
-        self._end(pl_module, exception)
+        if isinstance(self, SentinelCallback):
+            self._end(trainer, pl_module, exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the run has to remember; the first of its callbacks gives it for all."""
-        if self._session is not None:
-            return self._session.engine.state_dict()
-        return dict(self._ended[1]) if self._ended is not None else {}
+        """Return what this callback has to remember."""
+        if self._watched is not None:
+            return dict(self._watched.engine.state_of(self.callback))
+        return dict(self._own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep what a checkpoint holds until the run begins."""
-        self.restored = dict(state_dict)
+        self._own = dict(state_dict)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what the run has to remember beside its callbacks, under a key of its own."""
+        if not _leads(self, trainer):
+            return
+        state = self._ended[1] if self._ended is not None else None
+        if self._watched is not None:
+            state = self._watched.engine.state_dict()
+        if state is not None:
+            mine = names_of(_natives(trainer))
+            others = {name: one for name, one in state["callbacks"].items() if name not in mine}
+            checkpoint[_KEY] = {**state, "callbacks": others}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep what a checkpoint holds of the run; say so if it holds nothing."""
+        self._own = {}
+        if not _leads(self, trainer):
+            return
+        self._restored = copy.deepcopy(checkpoint.get(_KEY))
+        if (
+            self._restored is None
+            and trainer.is_global_zero
+            and getattr(trainer.state.fn, "value", "") == "fit"
+        ):
+            logger.warning(
+                "the checkpoint was written without GradSentinel: its step counters, budgets and histories "
+                "begin anew"
+            )
 
     def _let_go(self) -> None:
         """Undo what was done for a run that never began."""
@@ -156,11 +219,34 @@ class SentinelCallback(Native, Base):
         if early is not None:
             early.undo()
 
-    def _end(self, pl_module: Any, error: BaseException | None) -> None:
+    def _end(self, trainer: Any, pl_module: Any, error: BaseException | None) -> None:
         self._let_go()
         session, self._session = self._session, None
-        if session is not None:
-            self._ended = (pl_module, session.end(error))
+        if session is None:
+            return
+        natives = [one for one in _natives(trainer) if one._watched is session]
+        try:
+            state = session.end(error)
+        finally:
+            for one in natives:
+                one._watched = None
+        self._ended = (pl_module, state)
+        for one, name in zip(natives, names_of(natives), strict=True):
+            one._own = state["callbacks"].get(name, {})
+
+
+def _natives(trainer: Any) -> list[SentinelCallback]:
+    return [one for one in trainer.callbacks if isinstance(one, SentinelCallback)]
+
+
+def _leads(callback: SentinelCallback, trainer: Any) -> bool:
+    return _natives(trainer)[0] is callback
+
+
+def _class_given(trainer: Any) -> ConfigurationError:
+    kinds = (one for one in trainer.callbacks if isinstance(one, type) and issubclass(one, SentinelCallback))
+    name = next((kind.__name__ for kind in kinds), "a callback")
+    return ConfigurationError(f"{name} is a class; give an instance: {name}()")
 
 
 def _join_packages() -> None:
@@ -185,5 +271,5 @@ def adapt(callback: Callback) -> SentinelCallback:
     """
     _join_packages()
     carried = carry(callback, SentinelCallback, HOME)
-    carried._session, carried._early, carried._ended = None, None, None
+    carried._unused()
     return carried

@@ -86,6 +86,7 @@ def prepare(
     if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(fabric.strategy).__mro__):
         raise ConfigurationError("DeepSpeed clips and steps by itself, where nobody sees the gradients")
     driver = _FabricDriver(fabric, optimizers, forward)
+    driver.check_free(fabric)
     plain_save: Callable[..., Any] = fabric.save
 
     def save(directory: Path) -> str:

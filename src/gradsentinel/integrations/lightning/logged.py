@@ -180,7 +180,7 @@ def states_of(metrics: Sequence[Any]) -> States:
 def put_back(states: States) -> None:
     """Have metrics hold what they held; what is given stays as it is."""
     for one, state in states:
-        vars(one).update({name: _copy(value) for name, value in state.items()})
+        one.__dict__.update({name: _copy(value) for name, value in state.items()})
 
 
 def _values(one: Any) -> dict[str, Any]:

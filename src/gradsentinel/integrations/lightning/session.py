@@ -20,7 +20,7 @@ from gradsentinel.integrations.host import FrameworkHost, raw
 from gradsentinel.integrations.lightning.again import TrainingStep
 from gradsentinel.integrations.lightning.logged import Logged
 from gradsentinel.integrations.loaders import draw_through
-from gradsentinel.integrations.natives import Native, first_restored
+from gradsentinel.integrations.natives import Native
 from gradsentinel.integrations.wraps import Wraps
 
 logger = logging.getLogger("gradsentinel")
@@ -78,7 +78,7 @@ class Session:
             model=strategy.model,
             forward=self._step.forward(),
             directory=_directory(trainer),
-            earlier=first_restored(natives) or earlier,
+            earlier=earlier,
             several=not self._automatic,
             ends_late=len(trainer.optimizers) == 1,
             save=self._save,
@@ -176,6 +176,18 @@ class Session:
             self.engine.finish()
             self.engine.held.put_back()
             self.engine.held.forget()  # an epoch's end may move them
+
+    def at_last(self, after: Callable[[], None]) -> None:
+        """Have something done when everybody was told of the end; the ranks are still together then."""
+
+        def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def on_train_end() -> None:
+                plain()
+                after()
+
+            return on_train_end
+
+        self._wraps.wrap(self._trainer.strategy, "on_train_end", around)
 
     def end(self, error: BaseException | None) -> Mapping[str, Any]:
         """End the run, take everything off again, and return what it has to remember.

@@ -9,8 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsentinel.assembly import default_diagnosers, default_examiners, make_run, with_defaults
+from gradsentinel.assembly import (
+    check_seconds,
+    default_diagnosers,
+    default_examiners,
+    make_run,
+    with_defaults,
+)
 from gradsentinel.callback import Callback
+from gradsentinel.callbacks.recomputing import Recomputing
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.megatron import compat
 from gradsentinel.integrations.megatron.host import MegatronHost
@@ -55,27 +62,32 @@ def attach(
         diagnosis_budget: seconds that finding out about one incident may take.
 
     Raises:
-        ConfigurationError: for a version, model, optimizer or callback that cannot work, saying why.
+        ConfigurationError: for a version, model, optimizer, callback or setting that cannot work, saying why;
+            for an optimizer of another model.
+        ConsensusError: if a rank does not attach within `timeout`, naming it.
         TrainingAborted: if a detector finds the initial state unusable.
     """
     compat.check_version()
+    check_seconds(timeout, diagnosis_budget)
     chunks = compat.chunks_of(model)
     parts = compat.parts_of(optimizer)
     data = compat.data_iterators_of(data_iterator)
-    full = with_defaults(callbacks)
-    compat.refuse_callbacks(full, chunks)
+    compat.check_stateful(scheduler, extra)
     if "prepare_grads" in vars(optimizer):
         raise ConfigurationError("this optimizer is being watched already: detach that first")
     if not allow_nan_check_off:
         compat.refuse_nan_checks(chunks)
     host = MegatronHost(chunks, optimizer, parts, scheduler=scheduler, extra=extra)
-    run = make_run(host, run_dir, timeout=timeout, local=host.local)
-    run.model, run.diagnosis_budget = model, diagnosis_budget
+    full = with_defaults(callbacks, host.device)
+    compat.refuse_callbacks(full, chunks)
+    run = make_run(host, run_dir, timeout=timeout, diagnosis_budget=diagnosis_budget, local=host.local)
+    run.model = model
     run.local.first_peer = _first_peer(run.consensus)
     host.total = _adder(run.consensus)
     watch = Watch(run, full, examiners=default_examiners(), diagnosers=[search, *default_diagnosers()])
     wraps = Wraps()
-    sentinel = MegatronSentinel(host, watch, wraps)
+    needy = [type(one).__name__ for one in full if isinstance(one, Recomputing)]
+    sentinel = MegatronSentinel(host, watch, wraps, recomputing=needy)
     for owner, name in list(compat.nan_checks(chunks)):
         logger.warning("%s is off from now on: GradSentinel looks for NaN itself", name)
         wraps.set(owner, name, False)

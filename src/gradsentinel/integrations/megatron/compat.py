@@ -6,7 +6,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,10 @@ _FLAG = "--no-check-for-nan-in-loss-and-grad"
 
 
 def check_version() -> str:
-    """Return the version of Megatron-Core; raises ConfigurationError if it is missing or too old."""
+    """Return the version of Megatron-Core; raises ConfigurationError if it is missing or too old.
+
+    One that is newer than what was tried, or that nobody can read ("dev"), is only warned of.
+    """
     try:
         core = importlib.import_module("megatron.core")
     except ImportError as error:
@@ -34,8 +37,16 @@ def check_version() -> str:
             f"Megatron-Core cannot be imported ({error}); install megatron-core {OLDEST[0]}.{OLDEST[1]} or "
             "newer, or put the checkout of Megatron-LM on PYTHONPATH"
         ) from error
-    version = str(getattr(core, "__version__", "0"))
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    version = str(getattr(core, "__version__", "of unknown version"))
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:2])
+    if not numbers:
+        logger.warning(
+            "nobody knows how old megatron-core %s is; it works with %d.%d to %d.%d",
+            version,
+            *OLDEST,
+            *NEWEST,
+        )
+        return version
     if numbers < OLDEST:
         raise ConfigurationError(
             f"megatron-core {version} is too old: it works with {OLDEST[0]}.{OLDEST[1]} to "
@@ -88,6 +99,23 @@ def parts_of(optimizer: Any) -> list[Any]:
                 "their way before it is known what the step comes to"
             )
     return parts
+
+
+def check_stateful(scheduler: Any, extra: Any) -> None:
+    """Raise ConfigurationError for a schedule or a further object whose state nobody can take and set."""
+    wanted = ("num_steps", "step"), ("state_dict", "load_state_dict")
+    if scheduler is not None and not any(all(hasattr(scheduler, n) for n in names) for names in wanted):
+        raise ConfigurationError(
+            f"scheduler is a {type(scheduler).__name__}, whose state cannot be taken: give the "
+            "OptimizerParamScheduler, or an object with state_dict and load_state_dict"
+        )
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ConfigurationError(f"extra is a {type(extra).__name__}: give a dict from name to object")
+    for name, entry in (extra or {}).items():
+        if not all(hasattr(entry, method) for method in wanted[1]):
+            raise ConfigurationError(
+                f"extra {name!r} ({type(entry).__name__}) needs state_dict and load_state_dict methods"
+            )
 
 
 def data_iterators_of(given: Any) -> list[Any]:

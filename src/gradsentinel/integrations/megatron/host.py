@@ -76,8 +76,9 @@ class MegatronHost:
         trained = [p for _, p in self.names.order if p.requires_grad]
         self.device = (trained or [p for _, p in self.names.order])[0].device
         self._inner = [list(inner_parameters(part)) for part in parts]
+        self.names.refuse_strangers(one for inner in self._inner for one in inner)
         shards = (inner for part, inner in zip(parts, self._inner, strict=True) if is_sharded(part))
-        self._sharded = frozenset(self._name_of_inner(one, 0) for inner in shards for one in inner)
+        self._sharded = frozenset(self.names.of(one.model) for inner in shards for one in inner)
         self._optimizers = tuple(
             part.optimizer for part in parts if getattr(part, "optimizer", None) is not None
         )
@@ -244,7 +245,7 @@ class MegatronHost:
             for one in inner:
                 gradient = final_gradient(one.tensor)
                 if gradient is not None:
-                    found.append((self._name_of_inner(one, number), gradient))
+                    found.append((self.names.of(one.model), gradient))
                     starts.append((one.start, one.model.shape))
                     places.append(number)
                 number += 1
@@ -341,12 +342,6 @@ class MegatronHost:
             for part, inner in zip(self.parts, self._inner, strict=True)
             if getattr(part, "optimizer", None) is not None
         ]
-
-    def _name_of_inner(self, one: Inner, number: int) -> str:
-        try:
-            return self.names.of(one.model)
-        except KeyError:
-            return f"optimizer.{number}"
 
     def _chunk_of_each(self) -> list[Any]:
         return [self.chunks[self.names.describe(p)["chunk"]] for _, p in self.names.order]

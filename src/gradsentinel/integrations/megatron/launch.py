@@ -11,21 +11,28 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.megatron.attach import attach
 from gradsentinel.integrations.megatron.options import USAGE, Options, make_callbacks, parse
 from gradsentinel.integrations.megatron.sentinel import MegatronSentinel
 
 
 def main(line: Sequence[str] | None = None) -> None:
-    """Run the script that the command line names, watched."""
+    """Run the script that the command line names, watched; leaves with 2 if there is no such thing."""
     words = sys.argv[1:] if line is None else list(line)
     if words in (["--gs-help"], ["--help"], ["-h"]):
         sys.stdout.write(USAGE)
         return
-    Launch(parse(words)).run()
+    try:
+        launch = Launch(parse(words))
+    except ConfigurationError as error:
+        sys.stderr.write(f"--gs-help tells what can be said.\nerror: {error}\n")
+        raise SystemExit(2) from None
+    launch.run()
 
 
 logger = logging.getLogger("gradsentinel")
@@ -40,6 +47,8 @@ class Launch:
     """
 
     def __init__(self, options: Options) -> None:
+        if not Path(options.script).exists():
+            raise ConfigurationError(f"there is no script {options.script}")
         self._options = options
         self._callbacks = make_callbacks(options.callbacks)
         self._replaced: list[tuple[ModuleType, str, Any]] = []

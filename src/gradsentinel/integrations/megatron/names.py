@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.megatron.compat import asked, bucket_groups
 
 _EXPERTS = re.compile(r"(.*\bexperts\.linear_fc\d+\.(?:weight|bias))(\d+)")
@@ -51,6 +52,17 @@ class ParameterNames:
                 self._chunk[id(parameter)] = number
                 self.order.append((name, parameter))
         self._places = {id(p): place for chunk in chunks for p, place in _places(chunk)}
+
+    def refuse_strangers(self, stepped: Iterable[Inner]) -> None:
+        """Raise ConfigurationError if a parameter that an optimizer steps is none of the model's."""
+        strange = [one.model for one in stepped if id(one.model) not in self._names]
+        if strange:
+            shapes = ", ".join(dict.fromkeys(str(tuple(one.shape)) for one in strange[:4]))
+            raise ConfigurationError(
+                f"the optimizer steps {len(strange)} parameter(s) that the model does not have (of the shape "
+                f"{shapes}): give the whole list of model chunks, and the optimizer that "
+                "get_megatron_optimizer made of it"
+            )
 
     def of(self, parameter: Tensor) -> str:
         """Return a model parameter's name; raises KeyError for a stranger."""

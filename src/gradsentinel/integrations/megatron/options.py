@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradsentinel import callbacks
+from gradsentinel.assembly import check_seconds
 from gradsentinel.callback import Callback
 from gradsentinel.errors import ConfigurationError
 
@@ -25,6 +26,7 @@ Options may stand anywhere on the line; the script does not see them.
 MODULES = ("megatron.training.training", "mindspeed_llm.training.training")
 """Where training scripts of Megatron-LM and MindSpeed-LLM have their loop."""
 _DEFAULT = "NanCallback, Retry, Rollback"
+_KEEP = "--gs-keep-nan-checks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,32 +54,40 @@ def parse(line: Sequence[str]) -> Options:
             rest.append(word)
             continue
         name, equals, value = word.partition("=")
-        if name == "--gs-keep-nan-checks" and not equals:
+        if word == _KEEP:
             keep = True
             continue
         if name not in {"--gs-run-dir", "--gs-callbacks", "--gs-timeout", "--gs-module"}:
-            raise ConfigurationError(f"there is no option {name}\n\n{USAGE}")
+            raise ConfigurationError(f"there is no option {word if name == _KEEP else name}")
         value = value if equals else next(words, "")
         if not value:
-            raise ConfigurationError(f"{name} needs a value\n\n{USAGE}")
+            raise ConfigurationError(f"{name} needs a value")
         if name == "--gs-module":
             modules.append(value)
         given[name] = value
     if not rest or rest[0].startswith("-"):
-        raise ConfigurationError(f"the script to run is missing\n\n{USAGE}")
-    try:
-        timeout = float(given.get("--gs-timeout", "600"))
-    except ValueError:
-        raise ConfigurationError(f"--gs-timeout {given['--gs-timeout']} is no number of seconds") from None
+        raise ConfigurationError("the script to run is missing")
     return Options(
         script=rest[0],
         arguments=tuple(rest[1:]),
         run_dir=given.get("--gs-run-dir"),
         callbacks=given.get("--gs-callbacks", _DEFAULT),
-        timeout=timeout,
+        timeout=_seconds(given.get("--gs-timeout", "600")),
         keep_nan_checks=keep,
         modules=tuple(dict.fromkeys(modules)),
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ConfigurationError(f"--gs-timeout {text} is no number of seconds") from None
+    try:
+        check_seconds(seconds)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--gs-timeout: {error}") from None
+    return seconds
 
 
 def make_callbacks(text: str) -> list[Callback]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ from gradsentinel.watch import Watch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+logger = logging.getLogger("gradsentinel")
+
 E = TypeVar("E", bound=Event)
 
 _SKIPPED = (False, None, None)
@@ -46,8 +49,12 @@ class MegatronSentinel:
     so that neither the schedule nor the count of skipped iterations is wrong.
     """
 
-    def __init__(self, host: MegatronHost, watch: Watch, wraps: Wraps) -> None:
+    def __init__(
+        self, host: MegatronHost, watch: Watch, wraps: Wraps, *, recomputing: Sequence[str] = ()
+    ) -> None:
         self.host = host
+        self._recomputing = tuple(recomputing)
+        """Callbacks that compute steps again, until it is clear whether they can."""
         self._watch = watch
         self._wraps = wraps
         self._decision: Decision | None = None
@@ -220,6 +227,8 @@ class MegatronSentinel:
     def _judge(self) -> bool:
         """Have the ranks decide; returns True if the step is not to be made."""
         host, watch = self.host, self._watch
+        if self._recomputing:
+            self._tell_what_is_missing()
         scale, overflow = host.overflow()
         try:
             decision = watch.before_clip(
@@ -234,6 +243,13 @@ class MegatronSentinel:
         if not decision.went_back:
             host.settle_scaler(overflow=decision.scaler_skips, dropped=not decision.apply)
         return decision.scaler_skips or not decision.apply
+
+    def _tell_what_is_missing(self) -> None:
+        """Say in the first step, and not when it is too late, if no step can be computed again."""
+        why = self.host.why_no_recompute(self._watch.run)
+        if why is not None and self._watch.run.rank.rank == 0:
+            logger.warning("%s can do nothing: %s", " and ".join(self._recomputing), why)
+        self._recomputing = ()
 
     def _closing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:

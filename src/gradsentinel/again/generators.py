@@ -1,0 +1,84 @@
+"""The random generators that a program made itself, as far as they can be found."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from gradsentinel.run import Run
+
+_MOST_FUNCTIONS = 32
+
+
+class OwnGenerator:
+    """A `torch.Generator` or `numpy.random.Generator`, and the state it had when it was found."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._state = self._now()
+
+    def put_back(self) -> bool:
+        """Put the state back, and return True if it had become another one."""
+        now = self._now()
+        if isinstance(self._generator, torch.Generator):
+            if torch.equal(now, self._state):
+                return False
+            self._generator.set_state(self._state)
+            return True
+        if repr(now) == repr(self._state):
+            return False
+        self._generator.bit_generator.state = self._state
+        return True
+
+    def _now(self) -> Any:
+        if isinstance(self._generator, torch.Generator):
+            return self._generator.get_state()
+        return self._generator.bit_generator.state
+
+
+def own_generators(run: Run) -> list[OwnGenerator]:
+    """Return the generators among what modules hold as attributes and what `forward=` refers to by name.
+
+    That goes for the functions of the same file that it calls, too.
+    """
+    found = {id(value): value for value in _held(run) if _is_generator(value)}
+    return [OwnGenerator(generator) for generator in found.values()]
+
+
+def _held(run: Run) -> Iterator[Any]:
+    for _, root in run.host.modules():
+        for module in root.modules():
+            yield from vars(module).values()
+    forward: Any = getattr(run.forward, "func", run.forward)  # of a partial
+    yield from getattr(forward, "__dict__", {}).values()
+    seen: set[int] = set()
+    functions = [forward]
+    while functions and len(seen) < _MOST_FUNCTIONS:
+        function = functions.pop(0)
+        seen.add(id(function))
+        for value in _named_in(function):
+            yield value
+            if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+                functions += [value] * (id(value) not in seen)
+
+
+def _named_in(function: Any) -> list[Any]:
+    """Return what a function has from outside; nothing if it is no Python function."""
+    found: list[Any] = []
+    with suppress(TypeError, ValueError):
+        names = inspect.getclosurevars(function)
+        found += [*names.nonlocals.values(), *names.globals.values()]
+    found += getattr(function, "__defaults__", None) or ()
+    found += (getattr(function, "__kwdefaults__", None) or {}).values()
+    return found
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch.Generator) or (
+        hasattr(type(value), "bit_generator") and type(value).__module__.startswith("numpy.")
+    )
