@@ -113,7 +113,7 @@ def restarts_alike(kind: str, given: dict[str, Any], until: int, folder: Path) -
         assert sorted(itertools.chain(*epoch)) == list(range(len(DATA)))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.sampled_from(sorted(LOADERS)), st.integers(1, 2 * STEPS - 1))
 def test_after_a_restart_come_the_records_that_were_missing(kind, until):
     folder = Path(tempfile.mkdtemp())
@@ -123,14 +123,13 @@ def test_after_a_restart_come_the_records_that_were_missing(kind, until):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("until", [2, STEPS + 3])
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(("workers", "until"), [("workers", 2), ("persistent", STEPS + 3)])
 @pytest.mark.parametrize("kind", ["shuffled", "skipping", "stateful, skipping"])
 def test_after_a_restart_with_workers(kind, workers, until, tmp_path):
     restarts_alike(kind, WORKERS[workers], until, tmp_path)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     st.sampled_from([kind for kind in sorted(LOADERS) if "stateful" not in kind]),
     st.integers(1, 2 * STEPS - 1),
@@ -145,8 +144,7 @@ def test_a_replay_draws_the_same_records_again(kind, bad, every):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("bad", [5, STEPS + 1])
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(("workers", "bad"), [("workers", STEPS + 1), ("persistent", 5)])
 @pytest.mark.parametrize("kind", ["shuffled", "skipping"])
 def test_a_replay_with_workers(kind, workers, bad, tmp_path):
     make = partial(LOADERS[kind], **WORKERS[workers])

@@ -168,7 +168,7 @@ def test_the_cheapest_rung_that_may_help_and_can(action, answers, asked, run_dir
     [(Action.ABORT, {"retry", "skip", "rollback"}), (Action.SKIP, set()), (Action.ROLLBACK, {"skip"})],
 )
 def test_without_a_rung_left_the_run_stops(action, answers, run_dir):
-    with pytest.raises(TrainingAborted, match=r"step 1: suspicious\. stopped"):
+    with pytest.raises(TrainingAborted, match=r"step 1: stopped: .+ What was found: suspicious\."):
         climb(action, answers, run_dir)
 
 

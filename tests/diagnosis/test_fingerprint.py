@@ -130,3 +130,11 @@ def test_so_does_one_of_a_value_that_is_not_finite(sentinel_for):
     (incident,) = sentinel.incidents
     assert incident.diagnosis.phase == "input"
     assert "holds 24 non-finite value(s)" in incident.diagnosis.evidence[-1]
+
+
+def test_ids_are_no_difference():
+    """They go up from batch to batch, whatever they are called."""
+    batches = [
+        {"uid": torch.arange(8) + 100 * n, "meta": {"id": torch.arange(8) + n * 900}} for n in range(2)
+    ]
+    assert what_is_different(batches[1], batches[:1]) == ""

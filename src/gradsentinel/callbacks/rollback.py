@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,6 +22,8 @@ from gradsentinel.state.retreat import Retreat
 from gradsentinel.state.ring import Ring
 from gradsentinel.state.snapshot import Snapshot, is_initialised
 from gradsentinel.state.staging import Cost
+
+logger = logging.getLogger("gradsentinel")
 
 
 @dataclass(kw_only=True)
@@ -61,6 +64,8 @@ class Rollback(Responder):
     _ring: Ring = field(init=False, repr=False)
     _run: Run | None = field(default=None, init=False, repr=False)
     _retreat: Retreat = field(init=False, repr=False)
+    _lost: int = field(default=0, init=False, repr=False)
+    """So many steps were taken back in this process."""
     _unsaved: dict[tuple[int, int], str] = field(default_factory=dict, init=False, repr=False)
     """The snapshots that could not be saved, and why, until all ranks have heard of it."""
 
@@ -159,6 +164,13 @@ class Rollback(Responder):
         """Wait for what is being written, and say what could not be, unless the run is torn down."""
         if self._run is None or event.error is not None:
             return None
+        if self._lost and not self.replays_data and not self._run.consensus.rank:
+            logger.warning(
+                "the run ends at step %d: rollbacks took back %d steps, whose batches were not drawn again "
+                "(data='go_on'), so a loop over fixed data ends that much short",
+                self._run.step,
+                self._lost,
+            )
         self._run.states.finish()
         return self._of_the_disk(self._run)
 
@@ -214,6 +226,7 @@ class Rollback(Responder):
             if self.on_disk and snapshot.step:
                 run.states.save(snapshot, now=run.iteration)
         lost, left = incident.step - snapshot.step, self._budget.left(run.iteration)
+        self._lost += lost
         what = f"{lost} steps are repeated" if self.replays_data else f"{lost} steps lost"
         return Recovery(
             outcome=Outcome.ROLLED_BACK,

@@ -155,13 +155,19 @@ def _unsettled(again: Again) -> Diagnosis | None:
 def _outside(again: Again, gradients: Gradients | None) -> Diagnosis:
     """Something between backward and step wrote to gradients; no replay runs it."""
     names = fold(list(again.written))
-    fact = f"after the backward pass something wrote in place to the gradient of {names}"
+    fact = (
+        f"the gradient of {names} was written to more often than forward= accounts for: in place, after the "
+        "backward pass, or by a further term of the loss whose gradient was added to it"
+    )
     name, was = again.written[0], 0.0
     first = None if gradients is None or 2 * gradients.odd > gradients.total else gradients.first
     if first is not None:
         name, was = first.name, first.was
         fact += f"; {first}"
-    where = "code between backward and step that changes gradients (accumulation, scaling, clipping, a hook)"
+    where = (
+        "code between backward and step that changes gradients (accumulation, scaling, clipping, a hook), and at "
+        "terms of the loss that forward= lacks"
+    )
     dtype = again.found[name].dtype
     if dtype in (torch.float16, torch.bfloat16) and math.isinf(was):
         narrow = str(dtype).removeprefix("torch.")
