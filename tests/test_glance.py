@@ -100,7 +100,8 @@ def test_what_is_found_and_done_is_the_same_without_it(tmp_path, fault, accumula
 
 def heard(tmp_path: Any, *listeners: Detector, steps: int = 4, accumulate: int = 1) -> None:
     run = build(optimizer="sgd", accumulate=accumulate)
-    with run.sentinel([NanCallback(), *listeners], run_dir=tmp_path) as sentinel:
+    calm = NanCallback(state_warmup=0)  # where the state is due it looks at the buffers before the step
+    with run.sentinel([calm, *listeners], run_dir=tmp_path) as sentinel:
         for batch in sentinel.steps(make_batches(steps * accumulate), accumulate=accumulate):
             sentinel.backward(run.loss(batch))
             sentinel.step()
@@ -166,7 +167,7 @@ def test_one_that_raises_is_switched_off_and_reported(tmp_path):
 
     listener = Listener(calm=broken)
     run = build(optimizer="sgd")
-    with run.sentinel([NanCallback(), listener], run_dir=tmp_path) as sentinel:
+    with run.sentinel([NanCallback(state_warmup=0), listener], run_dir=tmp_path) as sentinel:
         for batch in sentinel.steps(make_batches(3)):
             sentinel.backward(run.loss(batch))
             sentinel.step()
@@ -214,3 +215,13 @@ def test_a_bad_further_step_on_the_same_batch_is_dropped_exactly(tmp_path, known
     [incident] = sentinel.incidents
     assert incident.outcome is (Outcome.RETRIED if known else Outcome.SKIPPED)
     assert isinstance(sentinel, Sentinel)
+
+
+def test_where_the_state_is_due_the_buffers_are_looked_at_before_the_step(tmp_path):
+    listener = Listener()
+    run = build(optimizer="sgd")
+    with run.sentinel([NanCallback(state_warmup=2), listener], run_dir=tmp_path) as sentinel:
+        for batch in sentinel.steps(make_batches(4)):
+            sentinel.backward(run.loss(batch))
+            sentinel.step()
+    assert [entry for entry in listener.heard if entry[0] == "clip"] == [("clip", 0), ("clip", 1)]

@@ -12,9 +12,9 @@ from rich.console import Console
 from torch import nn
 
 from gradsentinel import Action, Incident, NanCallback, Sentinel, Severity
-from gradsentinel.sinks.markdown import markdown
 from gradsentinel.ranks.consensus import LocalConsensus
 from gradsentinel.ranks.topology import Rank
+from gradsentinel.sinks.markdown import markdown
 from gradsentinel.terminal import incident_story
 
 LARGE = 16384

@@ -196,8 +196,12 @@ class Incident:
                 seconds={name: float(value) for name, value in data["seconds"].items()},
                 details=dict(data.get("details", {})),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise StoreError(f"not a complete incident: {type(error).__name__} {error}") from error
+        except KeyError as error:
+            raise StoreError(f"not a complete incident: it has no {error}") from error
+        except (TypeError, AttributeError) as error:  # their words are about Python, not about the file
+            raise StoreError("not a complete incident: a part of it has another form") from error
+        except (ValueError, OverflowError) as error:
+            raise StoreError(f"not a complete incident: {error}") from error
 
 
 def now() -> str:

@@ -50,12 +50,13 @@ _MOST_ROWS = 12
 """Rows of a list in the story; the rest is counted, incident.json has more of them."""
 
 
-def incident_table(incidents: Iterable[Incident]) -> IncidentTable:
+def incident_table(incidents: Iterable[Incident], *, most_where: int | None = None) -> IncidentTable:
     """Return a table of incidents, one a row, to be printed on a rich console.
 
     A narrow console gets fewer columns: first those whose content is in the id go, then the less telling.
+    `most_where` is how many characters of a place are shown, None for all.
     """
-    return IncidentTable(tuple(incidents))
+    return IncidentTable(tuple(incidents), most_where)
 
 
 def incident_story(incident: Incident, files: Sequence[tuple[str, int]] = ()) -> RenderableType:
@@ -71,6 +72,11 @@ def incident_story(incident: Incident, files: Sequence[tuple[str, int]] = ()) ->
     for label, content in _paragraphs(incident, files):
         story.add_row(label, content)
     return Group(_headline(incident), Text(), story)
+
+
+def clipped(text: str, most: int) -> str:
+    """Return text of at most so many characters, three dots among them."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _severity(incident: Incident) -> Text:
@@ -107,6 +113,7 @@ class IncidentTable:
     """A rich renderable: a table that leaves out columns until it fits."""
 
     incidents: tuple[Incident, ...]
+    most_where: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = dict(_COLUMNS)
@@ -130,7 +137,10 @@ class IncidentTable:
                 max_width=most_where if name == "where" else None,
             )
         for incident in self.incidents:
-            table.add_row(*(column.cell(incident) for column in columns.values()))
+            cells = {name: column.cell(incident) for name, column in columns.items()}
+            if self.most_where is not None and "where" in cells:
+                cells["where"] = Text(clipped(cells["where"].plain, self.most_where))
+            table.add_row(*cells.values())
         return table
 
 

@@ -185,6 +185,19 @@ def test_name_and_password_of_an_address_become_a_header():
     assert post.target == f"http://127.0.0.1:{server.port}"
 
 
+@pytest.mark.parametrize("name", ["Authorization", "authorization"])
+def test_two_passwords_for_one_address_are_refused(name):
+    with pytest.raises(ConfigurationError, match="give one of the two") as refused:
+        Notify(url="https://me:hunter2@host/path", headers={name: "Bearer hunter3"})
+    assert "hunter" not in str(refused.value)
+
+
+def test_a_failed_delivery_is_told_as_a_sentence():
+    assert without_addresses(DeliveryError("http://host:8080: it answered 500")) == (
+        "http://host:8080: it answered 500"
+    )
+
+
 @pytest.mark.parametrize("status", [500, 503, 429, 408])
 def test_what_may_pass_is_tried_again(status):
     with alert_server(status, status, 204) as server:

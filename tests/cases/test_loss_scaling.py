@@ -129,7 +129,7 @@ def test_endless_drops_at_a_scale_that_is_still_high(callbacks, watch, drive, to
 
 
 def test_statistics_poisoned_in_a_step_that_the_scaler_drops(watch, drive, told, nonfinite):
-    """pytorch#88474: GradScaler drops the step of an Inf batch, the BatchNorm statistics keep the Inf."""
+    """pytorch#88474: GradScaler drops the step of an Inf batch, BatchNorm statistics keep the Inf."""
 
     torch.manual_seed(0)
     model = nn.ModuleDict({"statistics": nn.BatchNorm1d(8), "lin": nn.Linear(8, 1)})
@@ -148,10 +148,10 @@ def test_statistics_poisoned_in_a_step_that_the_scaler_drops(watch, drive, told,
     dropped_by_scaler = []
     sentinel.on(AfterStep, lambda event: dropped_by_scaler.append(event.scaler_skipped) or None)
     drive(sentinel, batches, loss_of)
-    assert dropped_by_scaler == [False, False, True, False, False]
-    assert told(sentinel) == [(2, "nonfinite_state", "rolled_back")]
+    assert not any(dropped_by_scaler)  # the sentinel did so, and the statistics are as they were
+    assert told(sentinel) == [(2, "nonfinite_state", "skipped")]
     assert nonfinite(model, optimizer, scaler.state_dict()) == []
-    assert sentinel.step_count == 4
+    assert (sentinel.applied_steps, scaler.get_scale()) == (4, 2.0**5)  # it has seen it, too
 
 
 def test_scaler_and_accumulation_name_the_micro_batch(watch, drive, told, nonfinite):

@@ -67,28 +67,38 @@ OBSERVERS = {"batch norm": lambda: nn.BatchNorm1d(4), "running minimum": Running
 def test_buffer_poisoned_while_loss_and_gradients_are_fine(observer, watch, drive, told, named, nonfinite):
     """pytorch#88474 without any other sign: nothing but the state itself shows it.
 
-    The check of the state after the step finds it; the run goes back to the last good state and on.
+    The look at the buffers before the step finds it; they are put back, and the step is dropped.
     """
     model = Observed(OBSERVERS[observer]())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sentinel = watch(model, optimizer, NanCallback(), Rollback(every=1, confirm_after=0))
     drive(sentinel, poisoned(5, 3, torch.nan), squared(model))
-    assert told(sentinel) == [(3, "nonfinite_state", "rolled_back")]
+    assert told(sentinel) == [(3, "nonfinite_state", "skipped")]
     assert named(sentinel.incidents[0]) <= {"observer.running_mean", "observer.running_var", "observer.least"}
     assert nonfinite(model, optimizer) == []
-    assert sentinel.step_count == 4  # of five batches one was lost
+    assert (sentinel.step_count, sentinel.applied_steps) == (5, 4)  # of five batches one was lost
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
-def test_buffer_poisoned_and_nowhere_to_go_back_to(observer, watch, drive, told, nonfinite):
-    """The same without Rollback: the run stops, says which buffer, and leaves nothing bad in memory."""
+def test_buffer_poisoned_and_no_snapshot_is_needed(observer, watch, drive, told, nonfinite):
+    """The same without Rollback: what the buffers were before the step is remembered anyway."""
     model = Observed(OBSERVERS[observer]())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sentinel = watch(model, optimizer)
-    with pytest.raises(TrainingAborted, match="observer"):
-        drive(sentinel, poisoned(5, 3, torch.nan), squared(model))
-    assert told(sentinel) == [(3, "nonfinite_state", "aborted")]
+    drive(sentinel, poisoned(5, 3, torch.nan), squared(model))
+    assert told(sentinel) == [(3, "nonfinite_state", "skipped")]
     assert nonfinite(model, optimizer) == []
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_buffer_poisoned_long_ago_and_nowhere_to_go_back_to(observer, watch, drive, told, nonfinite):
+    """Found some steps later, without Rollback: the run stops, and says which buffer."""
+    model = Observed(OBSERVERS[observer]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sentinel = watch(model, optimizer, NanCallback(state_warmup=2, state_every=5))
+    with pytest.raises(TrainingAborted, match="observer"):
+        drive(sentinel, poisoned(14, 6, torch.nan), squared(model))
+    assert told(sentinel)[-1][1:] == ("nonfinite_state", "aborted")
 
 
 def test_buffer_poisoned_between_two_checks(watch, drive, told, nonfinite):
@@ -154,7 +164,7 @@ def test_half_precision_running_variance_overflows(watch, drive, told, named, no
         return loss
 
     drive(sentinel, batches, loss_of)
-    assert told(sentinel) == [(2, "nonfinite_state", "rolled_back")]
+    assert told(sentinel) == [(2, "nonfinite_state", "skipped")]
     assert "1.running_var" in named(sentinel.incidents[0])
     assert nonfinite(model, optimizer) == []
 

@@ -34,6 +34,7 @@ def test_everything_that_can_be_seen_here_passes(tmp_path):
     assert code == 0
     assert {title for title, (result, _) in found.items() if result != "PASS"} == NEEDS_A_CARD
     assert found["device found"][1] == "npu:0: SimAscend910B"
+    assert "torch_npu 2." in found["versions"][1]
     assert found["device guard: the host waits for nothing"][1].startswith("0 waits in 20 steps")
     assert found["snapshots: staged copies, ordered before the next write"][1] == "pinned memory"
 

@@ -18,7 +18,7 @@ PRECISION = Diagnosis(
     phase="forward",
     module="blocks.1.attn",
     op="aten.bmm",
-    source="model.py:50",
+    source="a.py:50",
     evidence=(
         "float16 holds at most 65504",
         "spread: aten.bmm > aten.div.Tensor > ... > aten.sum.default > a.bias, b.bias and 50 more",
@@ -51,7 +51,7 @@ def test_the_story_in_english(run_dir):
     assert seen["story"] == [
         "At step 40 NanCallback found: the gradients of 1 of 9 parameters are not finite.",
         "It happened in micro-batch 2 on rank 0 (node00, npu:0).",
-        "The cause is precision (90 % sure), in the forward pass: blocks.1.attn, aten.bmm, model.py:50.",
+        "The cause is too little precision (90 % sure), in the forward pass: blocks.1.attn, aten.bmm, a.py:50.",
         "GradSentinel dropped the step: step dropped (8 of 10 drops left).",
         "one more thing",
         "It took 20 ms to detect, 1.5 s to diagnose.",
@@ -62,7 +62,7 @@ def test_the_story_in_english(run_dir):
 def test_the_story_in_chinese_quotes_what_was_written(run_dir):
     incident = write_incident(run_dir, 40, diagnosis=PRECISION, detector="NanCallback")
     story = page(run_dir, incident, "zh")["story"]
-    assert story[0].startswith("第 40 步，NanCallback 发现梯度含 NaN/Inf：the gradients of 1 of 9")
+    assert story[0].startswith("第 40 步，NanCallback 发现梯度为 NaN/Inf：the gradients of 1 of 9")
     assert "原因是精度不足（置信度 90%），前向传播中" in story[2]
 
 
@@ -92,7 +92,7 @@ class Named:
 def test_the_spread_of_a_traced_value(run_dir):
     found = page(run_dir, write_incident(run_dir, 1, diagnosis=PRECISION))["spread"]
     assert [(one["kind"], one["name"], one["detail"]) for one in found] == [
-        ("operator", "aten.bmm", "blocks.1.attn, model.py:50"),
+        ("operator", "aten.bmm", "blocks.1.attn, a.py:50"),
         ("operator", "aten.div.Tensor", ""),
         ("gap", "...", ""),
         ("operator", "aten.sum.default", ""),

@@ -12,6 +12,7 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.incident import Outcome
 from gradsentinel.views import strings
 from gradsentinel.views.strings import Strings
+from gradsentinel.views.words import word
 
 ASSETS = Path(strings.__file__).parent / "assets"
 TABLES = {lang: json.loads((ASSETS / f"strings.{lang}.json").read_text("utf-8")) for lang in ("en", "zh")}
@@ -119,3 +120,13 @@ def test_an_unknown_language_is_refused_and_a_strange_value_is_shown():
     words = Strings("en")
     assert words.label("kind", "new_kind") == "new kind"
     assert words("step", step=3) == "Step 3"
+
+
+@pytest.mark.parametrize("group", ["cause", "kind"])
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_sentences_and_labels_have_the_same_words(group, lang):
+    labels = {
+        key.partition(".")[2]: text for key, text in TABLES[lang].items() if key.startswith(f"{group}.")
+    }
+    assert labels
+    assert {key: word(group, key, lang) for key in labels} == labels

@@ -64,6 +64,10 @@ class Post:
             **headers,
         }
         if parts.username is not None:
+            if any(name.lower() == "authorization" for name in headers):
+                raise ConfigurationError(
+                    "url= holds a name and password and headers= an Authorization: give one of the two"
+                )
             words = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(words.encode()).decode()}"
         netloc = parts.netloc.rpartition("@")[2]
@@ -168,6 +172,8 @@ class Call:
 
 def without_addresses(error: BaseException) -> str:
     """Return an exception in words, without paths and queries of addresses: they often are passwords."""
+    if isinstance(error, DeliveryError):  # ours: a sentence without secrets already
+        return printable(error)[:300]
     text = _ADDRESS.sub(r"\1...", f"{type(error).__name__}: {error}")
     return printable(_PATH.sub(r"\1...", text))[:300]
 

@@ -149,7 +149,9 @@ class NanCallback(Detector):
 
     def _buffers_due(self, step: int) -> bool:
         run = self._run
-        return run is not None and self.checks_after_step(step) and any(True for _ in run.health.buffers())
+        if run is None or run.decides_late or not self.checks_after_step(step):
+            return False  # heard of late, the buffers would be those of another step
+        return any(True for _ in run.health.buffers())
 
     def _look_at_gradients(self, event: events.BeforeClip) -> Finding:
         step, view = self._step, event.gradients

@@ -27,6 +27,13 @@ from gradsentinel.wording import plain_name
 WHOLE = ""
 """The name under which the whole model is counted."""
 
+_REMEDY = {
+    torch.float32: "train in bfloat16, or keep the weights in float32 (model.float()) under autocast",
+    torch.float64: "look for a logarithm, a division or a norm near zero in it, or train in float64 "
+    "(model.double())",
+}
+"""For a model of which no single module is to blame."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
@@ -170,6 +177,10 @@ class Rescue(Recomputing):
             self._kept[name] = _word(dtype)
             self._keep_again(run)
             said = f"{said} and computes in it from now on"
+        elif name == WHOLE:
+            said += f": {_REMEDY[dtype]}"
+            if self.keep_fp32:
+                said += "; keep_fp32 keeps only a module that the diagnosis names, and it named none"
         else:
             said += f": keep it in {_word(dtype)}, with torch.autocast(device_type, enabled=False) around it"
         self._unsaid.append(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import UserList, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -128,7 +129,10 @@ def _listed(value: Any) -> list[Any]:
     else:
         listed = list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else []
     listed = [one.item() if isinstance(one, Tensor) and one.dim() == 0 else one for one in listed]
-    return listed if all(isinstance(one, (int, str, bytes)) or _is_uuid(one) for one in listed) else []
+    return listed if all(isinstance(one, _SCALARS) or _is_uuid(one) for one in listed) else []
+
+
+_SCALARS = (int, float, str, bytes, os.PathLike)
 
 
 def _is_uuid(value: Any) -> bool:

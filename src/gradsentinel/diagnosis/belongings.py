@@ -86,7 +86,8 @@ class Belongings:
         if isinstance(value, _CONTAINERS):
             content = list(value.items()) if isinstance(value, dict) else list(value)
             self._restores.append(lambda: _refill(value, content))
-            yield from (v for _, v in content) if isinstance(value, dict) else content
+            if len(content) <= _MOST:  # longer ones are put back as they were, not what they hold
+                yield from (v for _, v in content) if isinstance(value, dict) else content
         elif isinstance(value, (tuple, frozenset)):
             yield from value
         elif type(value).__module__.partition(".")[0] not in _NOT_OURS:

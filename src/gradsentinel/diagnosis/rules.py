@@ -248,7 +248,9 @@ def _target(found: Findings) -> Cause | None:
     if field in found.trace.fields_in(found.trace.fed) or found.finite_with_healthy is False:
         return None
     tensor = tensors_by_path(found.microbatch.batch).get(field)
-    if tensor is None or not tensor.dim() or tensor.shape[0] != size:
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_complex() or not tensor.dim():
+        return None
+    if tensor.shape[0] != size:
         return None
     values = {value for row in rows for value in tensor[row].flatten()[:_SHOWN].tolist()}
     shown = f" ({fold([f'{value:.4g}' for value in sorted(values)])})" if len(values) <= _SHOWN else ""

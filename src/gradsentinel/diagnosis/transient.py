@@ -165,8 +165,8 @@ def _outside(again: Again, gradients: Gradients | None) -> Diagnosis:
         name, was = first.name, first.was
         fact += f"; {first}"
     where = (
-        "code between backward and step that changes gradients (accumulation, scaling, clipping, a hook), and at "
-        "terms of the loss that forward= lacks"
+        "code between backward and step that changes gradients (accumulating, scaling, clipping, hooks), and "
+        "at terms of the loss that forward= lacks"
     )
     dtype = again.found[name].dtype
     if dtype in (torch.float16, torch.bfloat16) and math.isinf(was):

@@ -54,6 +54,8 @@ class History:
     """The newest optimizer step."""
     attempted: int = 0
     applied: int | None = None
+    dropped: int = 0
+    """Lines of steps that were attempted and not made."""
     updated: str = ""
     last: dict[str, Any] = field(default_factory=dict)
     """The newest `step` line."""
@@ -143,6 +145,7 @@ class History:
         if isinstance(before, dict):
             self._add_before(before, step)
         x = self._advance(iteration, step)
+        self.dropped += entry.get("applied") is False
         rates = entry.get("learning_rates")
         self._add(x, "loss", entry.get("loss"))
         self._add(x, "grad_norm", entry.get("grad_norm"))

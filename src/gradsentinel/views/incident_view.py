@@ -34,11 +34,13 @@ def incident_page(run: RunFiles, name: str, lang: str) -> dict[str, Any]:
         "cause_label": word("cause", "unknown" if diagnosis is None else diagnosis.cause, lang),
         "heat": {"ranks": heat.ranks(run, found, lang), "layers": layers.layers(run, folder, found, lang)},
         "spread": spread.path(found),
-        "commands": next_steps.commands(run, folder, lang),
+        "commands": next_steps.commands(run, folder, lang, read=run.was_read(found)),
         "files": [
             {"name": name, "bytes": size}
             for name, size in run.files.sizes("incidents", folder, most=_MOST_FILES)
-        ],
+        ]
+        if run.files.is_directory("incidents", folder)
+        else [],
         "neighbours": {
             "previous": ids[at - 1] if at else None,
             "next": ids[at + 1] if at + 1 < len(ids) else None,

@@ -43,6 +43,8 @@ _LABEL = 15
 """Columns for the names of the numbers."""
 _FIXED_LINES = 13
 """Lines of a frame besides incidents, budgets and snapshots."""
+_MOST_WHERE = 60
+"""Characters of a place; names may be of any length, and budgets have to stay in sight."""
 _MOST_LISTED = 4
 """Budgets and snapshots in a frame."""
 
@@ -163,7 +165,9 @@ def _numbers(
         points = by_tag.get(tag, [])
         table.add_row(name, _value(last.get(tag)), sparkline(points, ascii_only=ascii_only, style=style))
     longest: list[Any] = max(by_tag.values(), key=len, default=[])
-    table.add_row("", "", mark_line(longest, told["marks"], SEVERITIES, ascii_only=ascii_only))
+    marks = mark_line(longest, told["marks"], SEVERITIES, ascii_only=ascii_only)
+    if marks.plain.strip():
+        table.add_row("", "", marks)
     table.add_row("learning rate", _value(last.get("learning_rate")), _outcomes(numbers))
     return table
 
@@ -178,13 +182,15 @@ def _outcomes(numbers: Mapping[str, Any]) -> Text:
 def _incidents(run: RunFiles, facts: Mapping[str, Any], height: int | None) -> RenderableType:
     found = run.incidents()[0][::-1]
     if not found:
-        return Text("\nNo incidents.", "green")
+        sure = facts["quiet"] != "unread"
+        words = "No incidents." if sure else "No incident can be shown, and not all could be read."
+        return Text(f"\n{words}", "green" if sure else "yellow")
     counts = ", ".join(f"{count:,} {name}" for name, count in facts["numbers"]["by_severity"].items())
     room = 50 if height is None else max(2, height - _FIXED_LINES - _MOST_LISTED)
     listed = found[:room]
     older = f", the newest {len(listed)} shown" if len(listed) < len(found) else ""
     title = Text(f"\n{len(found):,} incident{'s' * (len(found) != 1)} ({counts}){older}", "bold")
-    return Group(title, incident_table(listed))
+    return Group(title, incident_table(listed, most_where=_MOST_WHERE))
 
 
 def _below(facts: Mapping[str, Any], *, ascii_only: bool) -> RenderableType:

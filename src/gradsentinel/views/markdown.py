@@ -13,6 +13,12 @@ from gradsentinel.views.gather import Gathered, gather, gravest
 from gradsentinel.views.strings import Strings
 from gradsentinel.wording import duration, printable
 
+QUIET = {
+    "sound": "overview.no_incidents",
+    "dropped": "overview.not_all_made",
+    "unread": "overview.not_all_read",
+}
+"""What is said of a run without incidents to show."""
 _MOST_ROWS = 50
 _MOST_FACTS = 12
 # Intraword underscores and most punctuation mean nothing; a backslash before them would only be in the way of
@@ -81,7 +87,8 @@ def _lines(run: Gathered, words: Strings, incident: str | None) -> Iterator[str]
         return
     yield from _numbers(overview, words)
     if not rows:
-        yield plain(words("overview.no_incidents"))
+        empty = overview["state"] == "empty"
+        yield plain(words("overview.no_events" if empty else QUIET[overview["quiet"]]))
         return
     worst = gravest(rows)[0]
     yield from _incident(run.incident(worst["id"], words.lang), worst, words)

@@ -11,8 +11,8 @@ from gradsentinel.views.words import word
 _TARGET = "--target pkg.module:factory"
 
 
-def commands(run: RunFiles, folder: str, lang: str) -> list[dict[str, Any]]:
-    """Return what can be done with what is in the bundle, as lines for a shell."""
+def commands(run: RunFiles, folder: str, lang: str, *, read: bool = True) -> list[dict[str, Any]]:
+    """Return what can be done with what is in the bundle, as lines for a shell; not read: incident.json."""
     names = run.files.entries("incidents", folder)
     directory = run.path / "incidents" / folder
     where = shlex.quote(str(directory))
@@ -25,6 +25,7 @@ def commands(run: RunFiles, folder: str, lang: str) -> list[dict[str, Any]]:
     if any(name == "scene" or name.startswith("scene-rank") for name in names):
         found.append(("replay_step", f"gradsentinel replay {where} {_TARGET}"))
         found.append(("verify", f"gradsentinel verify {where} {_TARGET}"))
-    found.append(("show", f"gradsentinel show {where}"))
+    if read:
+        found.append(("show", f"gradsentinel show {where}"))
     found.append(("report", f"gradsentinel report {shlex.quote(str(run.path))} -o report.html"))
     return [{"what": what, "line": line, "label": word("command", what, lang)} for what, line in found]

@@ -17,7 +17,9 @@ from gradsentinel.store import read_incident
 from gradsentinel.views.event_lines import first_entry, last_start_or_end
 from gradsentinel.views.files import Files, ViewError
 from gradsentinel.views.history import History
+from gradsentinel.views.logged import logged_incident
 from gradsentinel.views.tensorboard_scalars import TensorBoardScalars
+from gradsentinel.views.words import plural
 from gradsentinel.wording import id_order
 
 _EVENTS = re.compile(r"events-rank(\d+)\.jsonl")
@@ -46,6 +48,8 @@ class RunFiles:
         self.history = History.of(self.files, "events-rank0.jsonl")
         self.scalars = TensorBoardScalars(self.files)
         self._incidents: dict[str, tuple[tuple[int, int], Incident | StoreError]] = {}
+        self.unread = 0
+        """Incidents of which nothing can be shown, neither from files nor from the log."""
         self._places: dict[int, dict[str, Any]] = {}
 
     @contextmanager
@@ -84,34 +88,75 @@ class RunFiles:
         return self.history.lines.share if self.scalars.complete else min(0.99, self.history.lines.share)
 
     def incidents(self) -> tuple[list[Incident], list[str]]:
-        """Return the incidents that can be read, as they happened, and what is wrong with the rest."""
+        """Return the incidents, as they happened, and what is wrong with the files of some.
+
+        Those whose files cannot be read are as the event log tells them.
+        """
         found: list[Incident] = []
         problems: list[str] = []
+        unread: set[str] = set()
+        if (self.path / "incidents").is_symlink() and not self.files.is_directory("incidents"):
+            problems.append("incidents is a link that leads out of the run, or nowhere: not read")
         names = [name for name in self.files.entries("incidents") if not name.startswith(".")]
         for name in names[-_MOST_INCIDENTS:]:
-            status = self.files.stat("incidents", name, "incident.json")
-            if status is None:
-                if self.files.is_directory("incidents", name):
-                    problems.append(f"incidents/{name} has no incident.json")
-                continue
-            mark = (status.st_mtime_ns, status.st_size)
-            known = self._incidents.get(name)
-            if known is None or known[0] != mark:
-                try:
-                    read: Incident | StoreError = read_incident(self.files.path("incidents", name))
-                except StoreError as error:
-                    read = error
-                except ViewError as error:
-                    read = StoreError(str(error))
-                known = self._incidents[name] = (mark, read)
-            if isinstance(known[1], StoreError):
-                problems.append(str(known[1]).replace(f"{self.path}/", ""))
-            else:
-                found.append(known[1])
+            read = self._read(name)
+            if isinstance(read, StoreError):
+                problems.append(str(read).replace(f"{self.path}/", ""))
+                unread.add(name)
+            elif read is not None:
+                found.append(read)
         for gone in self._incidents.keys() - set(names):
             del self._incidents[gone]
+        told = {incident.id for incident in found} | set(names[:-_MOST_INCIDENTS])
+        found += self._from_log(told, unread, problems)
         found.sort(key=lambda incident: (incident.time, incident.iteration, id_order(incident.id)))
         return found, problems
+
+    def _read(self, name: str) -> Incident | StoreError | None:
+        """Return what is in a directory of incidents/, or what is wrong with it; None if it is none."""
+        status = self.files.stat("incidents", name, "incident.json")
+        if status is None:
+            if self.files.is_directory("incidents", name):
+                return StoreError(f"incidents/{name} has no incident.json")
+            if (self.path / "incidents" / name).is_symlink():
+                return StoreError(
+                    f"incidents/{name} is a link that leads out of the run, or nowhere: not read"
+                )
+            return None
+        mark = (status.st_mtime_ns, status.st_size)
+        known = self._incidents.get(name)
+        if known is None or known[0] != mark:
+            try:
+                read: Incident | StoreError = read_incident(self.files.path("incidents", name))
+            except StoreError as error:
+                read = error
+            except ViewError as error:
+                read = StoreError(str(error))
+            known = self._incidents[name] = (mark, read)
+        return known[1]
+
+    def _from_log(self, told: set[str], unread: set[str], problems: list[str]) -> list[Incident]:
+        """Return the incidents that only the event log tells of, and add what is wrong to the problems."""
+        found: list[Incident] = []
+        lost = 0
+        missing = [id_ for id_ in self.history.incidents if id_ not in told]
+        for id_ in missing[-_MOST_INCIDENTS:]:
+            lines = self.history.incidents[id_]
+            # Of a run that goes on the file may just be being written.
+            lost += id_ not in unread and ("recovery" in lines or self.state != "running")
+            try:
+                found.append(logged_incident(id_, lines))
+                unread.discard(id_)
+            except StoreError:
+                unread.add(id_)
+        self.unread = len(unread)
+        if lost:
+            problems.append(f"{plural(lost, 'incident')} of the event log cannot be found in incidents/")
+        return found
+
+    def was_read(self, incident: Incident) -> bool:
+        """Return True if an incident is from its own file, not from the event log alone."""
+        return any(read is incident for _, read in self._incidents.values())
 
     def incident(self, name: str) -> Incident:
         """Return one incident; raises ViewError if there is none, or if it cannot be read."""

@@ -61,6 +61,7 @@ def overview(run: RunFiles, lang: str) -> dict[str, Any]:
         "budgets": budgets(run),
         "snapshots": snapshots(run),
         "problems": [*problems, *_problems(run, lang)],
+        "quiet": quiet(run, incidents, problems),
         "headline": headline(run, incidents, lost, lang),
     }
 
@@ -81,6 +82,19 @@ def lost_steps(run: RunFiles, incidents: Sequence[Incident]) -> int:
             back = recovery.get("goes_on_from")
             lost += max(1, incident.step - back + 1) if isinstance(back, int) else 1
     return lost
+
+
+def quiet(run: RunFiles, incidents: Sequence[Incident], problems: Sequence[str]) -> str:
+    """Return what may be said where no incident is shown: `sound`, `dropped` or `unread`; "" if some are."""
+    history = run.history
+    if incidents:
+        return ""
+    damaged = history.lines.damaged or history.lines.too_new or run.share < 1.0
+    if problems or run.unread or damaged or not run.ranks:
+        return "unread"
+    made = history.applied
+    fewer = made is not None and len(history.starts) == 1 and made < history.attempted
+    return "dropped" if fewer or history.dropped or len(history.scaler_skips) else "sound"
 
 
 def headline(run: RunFiles, incidents: Sequence[Incident], lost: int, lang: str) -> str:
@@ -105,9 +119,17 @@ def headline(run: RunFiles, incidents: Sequence[Incident], lost: int, lang: str)
         english += f"; {plural(attempted, 'step')} attempted"
         chinese += f"；已尝试 {attempted:,} 步"
     if not incidents:
+        if run.unread:
+            unread = f"{plural(run.unread, 'incident')} that cannot be read"
+            return pick(lang, f"{english}, {unread}.", f"{chinese}，有 {run.unread:,} 起事故无法读取。")
+        if quiet(run, incidents, run.incidents()[1]) == "unread":
+            return pick(lang, f"{english}, no incident that can be read.", f"{chinese}，没有可读取的事故。")
         return pick(lang, f"{english}, no incident.", f"{chinese}，没有事故。")
     english += f", {plural(len(incidents), 'incident')}{f' ({causes})' if causes else ''}"
     chinese += f"，{len(incidents):,} 起事故{f'（{causes}）' if causes else ''}"
+    if run.unread:
+        english += f" and {run.unread:,} that cannot be read"
+        chinese += f"（另有 {run.unread:,} 起无法读取）"
     english += f", {plural(lost, 'step')} lost." if lost else ", no step lost."
     chinese += f"，损失 {lost:,} 步。" if lost else "，没有损失任何一步。"
     return pick(lang, english, chinese)

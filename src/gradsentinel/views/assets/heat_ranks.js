@@ -175,7 +175,9 @@ function cellOf(spot, size, gap, show) {
   const hot = isHot(cell);
   const side = size - gap;
   const cross = hot && size >= 7;
-  const inset = side * 0.3;
+  const named = cross && size >= 34; // then the cross is below the number
+  const inset = side * (named ? 0.36 : 0.3);
+  const drop = named ? side * 0.14 : 0;
   const box = { x: spot.x, y: spot.y, width: side, height: side, rx: Math.min(4, size / 6) };
   return s(
     "g",
@@ -189,9 +191,9 @@ function cellOf(spot, size, gap, show) {
     s("title", null, `${t("rank", { rank: cell.rank })} ${described(cell)}`),
     s("rect", { ...box, class: "gs-cell-back" }),
     hot && s("rect", { ...box, class: "gs-cell-heat", "fill-opacity": Math.max(0.45, Math.min(1, cell.hot)) }),
-    cross && s("path", { class: "gs-cell-cross", d: `M${spot.x + inset} ${spot.y + inset}L${spot.x + side - inset} ${spot.y + side - inset}M${spot.x + side - inset} ${spot.y + inset}L${spot.x + inset} ${spot.y + side - inset}` }),
+    cross && s("path", { class: "gs-cell-cross", d: `M${spot.x + inset} ${spot.y + inset + drop}L${spot.x + side - inset} ${spot.y + side - inset + drop}M${spot.x + side - inset} ${spot.y + inset + drop}L${spot.x + inset} ${spot.y + side - inset + drop}` }),
     size >= 24 && !cross && s("text", { x: spot.x + side / 2, y: spot.y + side / 2, dy: "0.35em", "text-anchor": "middle", class: "gs-cell-name" }, String(cell.rank)),
-    size >= 34 && cross && s("text", { x: spot.x + 4, y: spot.y + 11, class: "gs-cell-name" }, String(cell.rank)),
+    named && s("text", { x: spot.x + 4, y: spot.y + 12, class: "gs-cell-name" }, String(cell.rank)),
   );
 }
 

@@ -19,10 +19,16 @@ const COLUMNS = [
   { key: "cost", value: (one) => cost(one.seconds) ?? -1, number: true },
 ];
 
+/** What may be said of a run without incidents to show: not that all is well if not all could be read. */
+export function noIncidents(run) {
+  if (run.quiet === "sound") return t("overview.no_incidents");
+  return run.quiet === "dropped" ? t("overview.not_all_made") : t("overview.not_all_read");
+}
+
 /** Return the page. */
 export async function incidentsPage(app) {
   const all = await app.source.incidents(app.run, app.lang);
-  if (!all.length) return h("div", { class: "gs-page" }, h("h1", null, t("nav.incidents")), empty(t("overview.no_incidents")));
+  if (!all.length) return h("div", { class: "gs-page" }, h("h1", null, t("nav.incidents")), empty(noIncidents(await app.source.run(app.run, app.lang))));
   const state = app.remembered("incidents", { sort: "step", down: true, text: "", off: [], cause: "", outcome: "" });
   const place = h("div");
   const count = h("span", { class: "gs-quiet", "aria-live": "polite" });

@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { ago, between, clock, listed, number, percent, whole } from "./format.js";
-import { incidentRows } from "./page_incidents.js";
+import { incidentRows, noIncidents } from "./page_incidents.js";
 import { bars, card, empty, facts, tile } from "./parts.js";
 import { icon, outcome, severity } from "./marks.js";
 import { budgetBars, snapshotTrack } from "./page_safety.js";
@@ -21,7 +21,7 @@ export async function overviewPage(app) {
   const urgent = worst(incidents);
   if (urgent) page.append(await lookHere(app, urgent));
   page.append(...warnings(run), numbers(run), card(t("overview.timeline"), chart, { wide: true }));
-  if (!incidents.length) page.append(empty(t(run.state === "empty" ? "overview.no_events" : "overview.no_incidents")));
+  if (!incidents.length) page.append(empty(run.state === "empty" ? t("overview.no_events") : noIncidents(run)));
   else {
     page.append(
       card(t("overview.incidents"), incidentRows(app, [...incidents].reverse().slice(0, 8), { brief: true }), {
