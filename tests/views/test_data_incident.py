@@ -18,7 +18,7 @@ PRECISION = Diagnosis(
     phase="forward",
     module="blocks.1.attn",
     op="aten.bmm",
-    source="a.py:50",
+    source="m.py",
     evidence=(
         "float16 holds at most 65504",
         "spread: aten.bmm > aten.div.Tensor > ... > aten.sum.default > a.bias, b.bias and 50 more",
@@ -51,7 +51,7 @@ def test_the_story_in_english(run_dir):
     assert seen["story"] == [
         "At step 40 NanCallback found: the gradients of 1 of 9 parameters are not finite.",
         "It happened in micro-batch 2 on rank 0 (node00, npu:0).",
-        "The cause is too little precision (90 % sure), in the forward pass: blocks.1.attn, aten.bmm, a.py:50.",
+        "The cause is too little precision (90 % sure), in the forward pass: blocks.1.attn, aten.bmm, m.py.",
         "GradSentinel dropped the step: step dropped (8 of 10 drops left).",
         "one more thing",
         "It took 20 ms to detect, 1.5 s to diagnose.",
@@ -92,7 +92,7 @@ class Named:
 def test_the_spread_of_a_traced_value(run_dir):
     found = page(run_dir, write_incident(run_dir, 1, diagnosis=PRECISION))["spread"]
     assert [(one["kind"], one["name"], one["detail"]) for one in found] == [
-        ("operator", "aten.bmm", "blocks.1.attn, a.py:50"),
+        ("operator", "aten.bmm", "blocks.1.attn, m.py"),
         ("operator", "aten.div.Tensor", ""),
         ("gap", "...", ""),
         ("operator", "aten.sum.default", ""),

@@ -320,3 +320,16 @@ def test_an_empty_run_has_pages_too(page, run_dir):
     for path, words in (("incidents", "No incident"), ("safety", "No snapshot is known of.")):
         show(page, run_dir, path)
         assert words in page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("place", ["", "incidents"])
+def test_a_run_whose_incident_cannot_be_read_is_not_called_sound(page, run_dir, place):
+    write_steps(run_dir, [1.0, 0.9])
+    show(page, run_dir, place)
+    assert "every step was made with sound gradients" in page.locator("main").inner_text()
+    lost = write_incident(run_dir, 1)
+    (run_dir / "incidents" / lost.id / "incident.json").write_text("{", "utf-8")
+    show(page, run_dir, place)
+    text = page.locator("main").inner_text()
+    assert "that all is well cannot be said" in text
+    assert "sound gradients" not in text

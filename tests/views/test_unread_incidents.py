@@ -74,6 +74,15 @@ def test_the_event_log_tells_of_incidents_whose_files_cannot_be_read(run_dir, ho
     assert "No incident" not in screen
 
 
+def test_what_ended_the_run_is_the_gravest_in_the_log_too(run_dir):
+    about = {"step": 1, "id": "000001-spike"}
+    found = {"event": "incident", "kind": "spike", "severity": "warning", "action": "retry", "message": "x"}
+    end = {"event": "recovery", "outcome": "aborted", "message": "nothing helped", "goes_on_from": None}
+    append(run_dir / "events-rank0.jsonl", start(), step(0), {**found, **about}, {**end, **about})
+    (row,) = Views(run_dir).incidents(".")
+    assert (row["severity"], row["action"], row["outcome"]) == ("critical", "abort", "aborted")
+
+
 @pytest.mark.parametrize("how", WAYS[:5])
 def test_incidents_that_no_log_tells_of_are_counted(run_dir, how):
     write_incident(run_dir, 3)
@@ -130,3 +139,10 @@ def test_a_long_name_leaves_budgets_on_the_screen(run_dir):
     lines = console.export_text().splitlines()
     assert len(lines) <= 30
     assert any("retries" in line for line in lines)
+
+
+def test_no_line_is_kept_free_for_marks_that_are_not_there(run_dir):
+    write_steps(run_dir, [1.0, 0.9])
+    lines = watched(run_dir).splitlines()
+    (norm,) = [number for number, line in enumerate(lines) if line.startswith("gradient norm")]
+    assert lines[norm + 1].startswith("learning rate")

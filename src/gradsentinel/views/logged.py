@@ -11,6 +11,8 @@ from gradsentinel.incident import SCHEMA, Incident
 
 _ID = re.compile(r"\w[\w.-]*")
 _TENSOR = {"nonfinite": 0, "numel": 0, "norm": "nan", "counted": False}
+_ABORTED = {"severity": "critical", "action": "abort"}
+"""The line was written when it was found; that nothing helped showed later."""
 _NOTE = "Only the event log tells of it: its incident.json is missing or cannot be read"
 
 
@@ -40,6 +42,7 @@ def logged_incident(id_: str, told: Mapping[str, Any]) -> Incident:
             "microbatch": None,
             "samples": [],
             "outcome": end.get("outcome", "reported"),
+            **(_ABORTED if end.get("outcome") == "aborted" else {}),
             "recovery": end.get("message", ""),
             "diagnosis": told.get("diagnosis"),
             "notes": notes,
