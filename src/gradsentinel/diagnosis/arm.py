@@ -12,7 +12,7 @@ from gradsentinel.diagnosis.sighting import Look, Sighting, Watched, sight
 from gradsentinel.diagnosis.source import user_line
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident, fold
-from gradsentinel.measures.inspection import is_finite, parts_of, readable
+from gradsentinel.measures.inspection import is_finite, local, parts_of, readable
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
 from gradsentinel.testing import record_swallowed
@@ -225,8 +225,11 @@ def _called_by(name: str, modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _flag(tensor: Tensor) -> Tensor:
-    """0-dim; what needs no gradient may be a mask, and a mask may hold -inf."""
-    values = tensor.detach()
+    """0-dim; what needs no gradient may be a mask, and a mask may hold -inf.
+
+    Of a distributed tensor this rank's part alone: the hooks of one rank must not wait for the others.
+    """
+    values = local(tensor.detach())
     if tensor.requires_grad or values.layout is not torch.strided:
         return is_finite(values)
     parts = parts_of(values)
