@@ -116,7 +116,8 @@ class Watch:
         self._tell_kept()
         if loss is not None:
             loss = loss.detach()
-            self._losses.append(loss)
+            # Of a distributed one the log wants the whole, a detector this rank's part: they go by the id.
+            self._losses.append(loss if type(loss) is Tensor else loss.detach())
         self.run.local.end_microbatch()
         index = self._microbatch if microbatch is None else microbatch
         self._microbatch += 1
