@@ -113,6 +113,7 @@ def restarts_alike(kind: str, given: dict[str, Any], until: int, folder: Path) -
         assert sorted(itertools.chain(*epoch)) == list(range(len(DATA)))
 
 
+@pytest.mark.timeout(400)  # workers are started for each example
 @settings(max_examples=10)
 @given(st.sampled_from(sorted(LOADERS)), st.integers(1, 2 * STEPS - 1))
 def test_after_a_restart_come_the_records_that_were_missing(kind, until):
@@ -129,6 +130,7 @@ def test_after_a_restart_with_workers(kind, workers, until, tmp_path):
     restarts_alike(kind, WORKERS[workers], until, tmp_path)
 
 
+@pytest.mark.timeout(400)  # workers are started for each example
 @settings(max_examples=10)
 @given(
     st.sampled_from([kind for kind in sorted(LOADERS) if "stateful" not in kind]),

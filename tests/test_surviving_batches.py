@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,7 +162,9 @@ def live(plan, run, folder, faults, survivors):
         return fault not in {"weight", "moment", "statistic"}  # nobody has looked since
 
 
-@settings(max_examples=40)
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # hundreds of small trainings
+@settings(max_examples=25)
 @given(plans)
 def test_any_faults_and_budgets(plan):
     folder, survivors = Path(tempfile.mkdtemp()), Survivors()
