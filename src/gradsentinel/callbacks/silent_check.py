@@ -61,7 +61,7 @@ class SilentCheckLog(logging.Handler):
         """Keep a message; never raises, and a flood of them takes no more memory."""
         try:
             message = record.getMessage()
-        except Exception:  # noqa: BLE001 - whatever the arguments are, logging goes on
+        except Exception:  # noqa: BLE001 - another program's message; handleError reports it as logging does
             self.handleError(record)
             return
         match = _RANK.search(message)

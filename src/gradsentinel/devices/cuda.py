@@ -50,7 +50,7 @@ def _asked(owner: Any, name: str) -> Any:
     try:
         value = getattr(owner, name)
         return value() if callable(value) else value
-    except Exception:  # noqa: BLE001 - backends raise anything
+    except Exception:  # noqa: BLE001 - torch raises what it likes for a setting it lacks; None is on record
         return None
 
 

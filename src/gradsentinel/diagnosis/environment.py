@@ -98,5 +98,5 @@ def _quietly(question: Any) -> Any:
     """A driver that cannot answer is no reason to lose the rest."""
     try:
         return question()
-    except Exception:  # noqa: BLE001 - drivers raise anything
+    except Exception:  # noqa: BLE001 - drivers raise anything, and None in the file says that one did
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import origins_of
 from gradsentinel.host import gradient_of
 from gradsentinel.measures.inspection import readable
+
+logger = logging.getLogger("gradsentinel")
 
 _LARGEST = 1 << 22
 """Elements up to which a parameter is rehearsed: it takes a few copies of it."""
@@ -60,7 +63,8 @@ def rehearse(
         for limit in (False, True):
             try:
                 found = _step(optimizer, parameter, group, gradient, limit=limit)
-            except Exception:  # noqa: BLE001 - an optimizer of somebody's own may not like to be copied
+            except Exception as error:
+                logger.debug("the optimizer's step could not be rehearsed: %s", error, exc_info=True)
                 return None
             if found is not None:
                 event, key = found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from gradsentinel.diagnosis.trace import is_allocation
 from gradsentinel.measures.inspection import parts_of, readable
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.state.tree import map_tensors, tensors_in
+
+T = TypeVar("T")
+
+logger = logging.getLogger("gradsentinel")
 
 NARROW = frozenset(
     dtype
@@ -88,11 +93,12 @@ def finite_in_wide(replay: Replay, microbatch: MicroBatch) -> bool | None:
 
 def compute_in_wide(replay: Replay, microbatch: MicroBatch) -> Computed | None:
     """Compute the micro-batch in float32; None if it cannot be computed so."""
-    try:
+
+    def wide() -> Computed:
         with replay.with_parameters(lambda _, p: p.detach().float() if p.dtype in NARROW else None):
             return replay.compute(microbatch, mode=Widen())  # type: ignore[no-untyped-call]
-    except Exception:  # noqa: BLE001 - the user's code in a dtype it was not written for may raise anything
-        return None
+
+    return _tried("in float32", wide)
 
 
 def finite_with_weights(replay: Replay, microbatch: MicroBatch, snapshot: Snapshot) -> bool | None:
@@ -103,11 +109,11 @@ def finite_with_weights(replay: Replay, microbatch: MicroBatch, snapshot: Snapsh
         fits = kept is not None and kept.shape == parameter.shape
         return kept.detach().to(parameter.device, copy=True) if fits and kept is not None else None
 
-    try:
+    def with_older() -> bool:
         with replay.with_parameters(older):
             return is_finite(replay.compute(microbatch))
-    except Exception:  # noqa: BLE001 - the user's code, run on what it was not run on before; None says so
-        return None
+
+    return _tried("with older weights", with_older)
 
 
 def finite_without(
@@ -136,27 +142,35 @@ def compute_without(
             copy[list(rows)] = copy[others[0]].clone()
         return copy.requires_grad_(tensor.requires_grad)
 
-    try:
-        return replay.compute(microbatch, batch=map_tensors(replaced, microbatch.batch))
-    except Exception:  # noqa: BLE001 - the user's code, run on what it was not run on before; None says so
-        return None
+    return _tried(
+        "without some samples",
+        lambda: replay.compute(microbatch, batch=map_tensors(replaced, microbatch.batch)),
+    )
 
 
 def finite_with_batch(replay: Replay, microbatch: MicroBatch, other: Any) -> bool | None:
     """Return whether another batch is finite with the same weights."""
-    try:
+
+    def with_other() -> bool:
         batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), other)
         return is_finite(replay.compute(microbatch, batch=batch))
-    except Exception:  # noqa: BLE001 - the user's code, run on what it was not run on before; None says so
-        return None
+
+    return _tried("with another batch", with_other)
 
 
 def finite_compiled(replay: Replay, microbatches: Sequence[MicroBatch]) -> bool:
     """Return whether the micro-batches are finite when compiled code runs as such; True if it cannot tell."""
+    found = _tried("compiled", lambda: all(is_finite(replay.compute(m, eager=False)) for m in microbatches))
+    return found is not False
+
+
+def _tried(how: str, compute: Callable[[], T]) -> T | None:
+    """Return what was computed; None if the program's code does not take to be run that way."""
     try:
-        return all(is_finite(replay.compute(microbatch, eager=False)) for microbatch in microbatches)
-    except Exception:  # noqa: BLE001 - the compiler may refuse anything; nothing is said then
-        return True
+        return compute()
+    except Exception as error:
+        logger.debug("the step could not be tried %s: %s", how, error, exc_info=True)
+        return None
 
 
 def batch_size(batch: Any) -> int | None:
