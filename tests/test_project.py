@@ -188,6 +188,12 @@ def test_every_source_file_can_be_read_in_a_sitting():
     assert {where: lines for where, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
+def test_no_two_test_files_have_the_same_name():
+    # pytest imports them by their name alone, and refuses the second one
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_nothing_names_a_path_of_one_machine():
     directories = "work|root"
     pattern = re.compile(rf"(?<![\w.~-])/(?:{directories})/")
