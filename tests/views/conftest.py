@@ -39,11 +39,17 @@ def page(browser: Any) -> Iterator[Any]:
     made.problems = []
     made.requests = []
     made.on("pageerror", lambda error: made.problems.append(f"error: {error}"))
-    made.on(
-        "console",
-        lambda message: made.problems.append(f"console: {message.text}") if message.type == "error" else None,
-    )
+    made.on("console", lambda message: made.problems.extend(_problem(message)))
     made.on("request", lambda request: made.requests.append(request.url))
     yield made
     context.close()
     assert made.problems == []
+
+
+def _problem(message: Any) -> list[str]:
+    """Return what the console complains of, unless TensorBoard itself asked for what is not there."""
+    about = message.location.get("url", "")
+    theirs = about.startswith("http") and "/plugin/gradsentinel/" not in about
+    if message.type != "error" or (theirs and "Failed to load resource" in message.text):
+        return []
+    return [f"console: {message.text} ({about})"]

@@ -137,16 +137,22 @@ def test_runs_are_compared(tab):
     assert "mesh" in compared.inner_text()
 
 
-def test_a_run_that_begins_meanwhile_is_there_when_the_page_is_asked_for_again(page, address, logdir):
+def test_links_lead_to_the_chosen_run_while_its_page_is_still_on_its_way(tab, page):
+    choose(tab, "mesh")
+    held = []
+    page.route("**/plugin/gradsentinel/runs*", lambda route: held.append(route))  # noqa: PLW0108 - not a built-in
+    tab.locator("select").first.select_option("demo")
+    tab.get_by_role("link", name="Incidents", exact=True).click()
+    page.unroute("**/plugin/gradsentinel/runs*")  # lets those go that were held
+    assert held != []
+    tab.locator('main [data-testid="gs-incident-row"]').first.wait_for()
+    assert tab.locator("select").first.input_value() == "demo"
+
+
+def test_a_run_that_begins_meanwhile_is_offered(tab, page, logdir):
+    assert tab.locator("select").first.locator("option").all_inner_texts() != []
     write_steps(logdir / "late", [2.0, 1.0])
-    page.goto(address)  # the list of runs is good for some seconds, so ask until it is there
-    page.wait_for_function(
-        "async () => (await (await fetch('data/plugin/gradsentinel/runs')).text()).includes('\"late\"')",
-        polling=500,
-    )
-    page.get_by_role("tab", name=TAB).click()
-    tab = page.frame_locator("iframe")
-    choose(tab, "late")
+    choose(tab, "late")  # waits until it is there
     assert (
         json.loads(page.evaluate("fetch('data/plugin/gradsentinel/run?name=late').then(r => r.text())"))[
             "iterations"

@@ -75,9 +75,12 @@ class App {
     this.charts = [];
     let body;
     try {
-      this.runs = await this.source.runs();
-      const names = this.runs.map((one) => one.name);
+      const runs = await this.source.runs();
+      if (turn !== this.turn) return;
+      this.runs = runs;
+      const names = runs.map((one) => one.name);
       this.run = names.includes(name) ? name : (this.run ?? names[0] ?? null);
+      this.aim();
       if (this.run === null) body = empty(t("runs.none"), t("runs.none_more"));
       else if (page === "incident" && id) body = await incidentPage(this, id);
       else if (page === "all" && this.printing) body = await this.everything();
@@ -94,17 +97,29 @@ class App {
     this.root.dataset.page = page || "overview";
   }
 
+  /** Go to a run. */
+  choose(run, page) {
+    this.run = run;
+    this.aim();
+    location.hash = this.link(page);
+  }
+
+  /** Let the links of the bar lead to the run in use, also while its page is still being fetched. */
+  aim() {
+    for (const link of this.root.querySelectorAll(".gs-top a[data-page]")) link.setAttribute("href", this.link(link.dataset.page));
+  }
+
   bar(page) {
-    const item = (key, active) => h("a", { href: this.link(key), "aria-current": active ? "page" : null }, t(`nav.${key || "overview"}`));
+    const item = (key, active) => h("a", { href: this.link(key), "data-page": key, "aria-current": active ? "page" : null }, t(`nav.${key || "overview"}`));
     const several = this.runs.length > 1;
     return h(
       "header",
       { class: "gs-top" },
-      h("a", { class: "gs-brand", href: this.link("") }, "GradSentinel"),
+      h("a", { class: "gs-brand", href: this.link(""), "data-page": "" }, "GradSentinel"),
       several &&
         h(
           "select",
-          { class: "gs-input gs-run-choice", "aria-label": t("runs.choose"), on: { change: (event) => (location.hash = this.link(page === "incident" ? "incidents" : page, null, event.target.value)) } },
+          { class: "gs-input gs-run-choice", "aria-label": t("runs.choose"), on: { change: (event) => this.choose(event.target.value, page === "incident" ? "incidents" : page) } },
           this.runs.map((one) => h("option", { value: one.name, selected: one.name === this.run }, one.name)),
         ),
       h("nav", { class: "gs-nav", "aria-label": t("nav.aria") }, item("", !["incidents", "incident", "safety", "compare", "all"].includes(page)), item("incidents", page === "incidents" || page === "incident"), item("safety", page === "safety"), several && item("compare", page === "compare")),
@@ -163,9 +178,11 @@ class App {
 
   /** See whether the run has gone on, and draw what is new. */
   async look() {
-    if (document.hidden || !this.run) return;
+    if (document.hidden) return;
     try {
       const runs = await this.source.runs();
+      if (!this.run) return runs.length ? await this.show() : undefined;
+      this.meet(runs);
       const now = JSON.stringify(runs.find((one) => one.name === this.run) ?? null);
       if (this.seen !== null && now !== this.seen) {
         if (this.root.dataset.page === "overview") await this.renew();
@@ -175,6 +192,18 @@ class App {
     } catch {
       // The server is away for a moment; the next look tries again.
     }
+  }
+
+  /** Offer the runs that have come, and no more those that are gone. */
+  meet(runs) {
+    const names = (all) => all.map((one) => one.name).join("\n");
+    const bar = this.root.querySelector(".gs-top");
+    if (!bar || names(runs) === names(this.runs)) return;
+    const chosen = bar.querySelector("select:focus") !== null;
+    this.runs = runs;
+    const made = this.bar(this.root.dataset.page === "overview" ? "" : this.root.dataset.page);
+    bar.replaceWith(made);
+    if (chosen) made.querySelector("select")?.focus();
   }
 
   /** Look again in a moment: the server has not read everything yet. */
