@@ -207,6 +207,19 @@ def _viewing(results: dict[str, Any]) -> str:
     return f"{text}\n\nIn {found['clock']}, one thread."
 
 
+def _drawing(results: dict[str, Any]) -> str:
+    found = results["drawing"]
+    if "missing" in found:
+        return f"Not measured: {found['missing']} is not there."
+    rows = [
+        [name, f"{one['median_ms']:.0f} ms", f"{one['least_ms']:.0f} ms", f"{one['thread_ms']:.0f} ms"]
+        for name, one in found["does"].items()
+    ]
+    text = _rows(["from a click to", "median", "least", "of it the page computes"], rows)
+    busy = f"the machine had a load of {found['load']:.1f}, the browser's own included"
+    return f"{text}\n\nIn wall clock, {found['browser']} without a GPU, {busy}; the last column in cpu time."
+
+
 def _adapters(results: dict[str, Any]) -> str:
     rows = [
         [
@@ -249,5 +262,6 @@ TABLES: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "adapters": (_adapters, "adapters"),
     "diagnosis": (_diagnosis, "diagnosis"),
     "viewing": (_viewing, "viewing"),
+    "drawing": (_drawing, "drawing"),
 }
 """What makes each table, and the section of the results that it is made of."""

@@ -67,6 +67,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "megatron": of("megatron_core"),
     "adapters": of("adapters"),
     "viewing": of("viewing"),
+    "drawing": of("drawing"),
     "steps": steps,
     "spikes": of("spikes", "main"),
 }

@@ -1,7 +1,7 @@
 """How fast the GradSentinel tab answers: 100,000 steps, 1,000 parameters, 100 incidents, 512 ranks.
 
 The run is written by the classes that write real ones; the routes are asked as TensorBoard asks them. What
-the browser draws is not in the times.
+the browser does with the answers is in drawing.py.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def write_incident(
         action=Action.SKIP,
         outcome=Outcome.SKIPPED,
         time=TIME,
-        message="the gradients of 10 parameters are not finite",
+        message=f"non-finite gradient in {', '.join(bad[:3])} and {len(bad) - 3} more",
         detector="NanCallback",
-        recovery="step dropped, nothing changed",
+        recovery="step dropped, nothing changed (9 of 10 drops left)",
         loss=2.25,
         grad_norm=math.nan,
         seconds={"detect": 0.004, "diagnose": 0.35, "recover": 0.012},
@@ -112,7 +112,11 @@ def write_incident(
             op="aten.div.Tensor",
             module="blocks.3.attn",
             phase="backward",
-            remedy=("add a small number to the divisor", "skip the batch if its mask is empty"),
+            source="model.py:57",
+            remedy=(
+                "make the divisor safe: x / (y + eps), or y.clamp(min=eps) (model.py:57)",
+                "leave out samples without a single valid position",
+            ),
             evidence=(f"spread: aten.div.Tensor > aten.sum.default > {', '.join(bad[:3])} and 7 more",),
         ),
     )

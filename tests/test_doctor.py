@@ -93,7 +93,7 @@ def test_parts_are_what_the_metadata_says():
     parts = {part["name"]: part for part in examine().parts}
     assert list(parts) == [
         *("tensorboard", "matplotlib", "lightning", "transformers", "accelerate"),
-        *("megatron-core", "torch-npu", "nvidia-ml-py", "numpy"),
+        *("megatron-core", "torch-npu", "nvidia-ml-py", "prometheus-client", "mlflow-skinny", "numpy"),
     ]
     there = {distribution.name.lower().replace("_", "-") for distribution in metadata.distributions()}
     for name, part in parts.items():

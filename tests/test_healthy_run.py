@@ -146,6 +146,7 @@ def test_a_loop_that_cannot_be_edited(run_dir):
 
 # torch's compiler imports its own deprecated parts
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles:UserWarning")  # torch 2.6, of itself
 @pytest.mark.slow
 @pytest.mark.skipif(
     not any(shutil.which(compiler) for compiler in ("g++", "clang++", "c++")),

@@ -16,6 +16,7 @@ from test_project import CORE_FOLDERS
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+GUIDE, GUIDE_CHINESE = ROOT / "docs" / "guide.md", ROOT / "docs" / "guide.zh-CN.md"
 PAGES = [ENGLISH, CHINESE, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 PICTURE = ROOT / "docs" / "img" / "step.svg"
 CALLBACKS = [getattr(callbacks, name) for name in callbacks.__all__]
@@ -58,7 +59,8 @@ def written(default: Any) -> str:
 
 @pytest.mark.parametrize(
     "page",
-    [ENGLISH],
+    [ENGLISH, GUIDE],
+    ids=lambda page: page.name,
 )
 def test_the_code_on_the_page_runs_and_prints_what_the_page_says(page, in_temporary_directory, capsys):
     namespace: dict[str, Any] = {"__name__": "page"}
@@ -71,10 +73,10 @@ def test_the_code_on_the_page_runs_and_prints_what_the_page_says(page, in_tempor
             assert capsys.readouterr().out == expected, f"{page.name}:{block.line}"
 
 
-def test_the_runs_of_the_readme_leave_the_files_it_lists(in_temporary_directory):
-    shown = blocks(ENGLISH)
+def test_the_runs_of_the_guide_leave_the_files_it_lists(in_temporary_directory):
+    shown = blocks(GUIDE)
     namespace: dict[str, Any] = {"__name__": "page"}
-    run(ENGLISH, next(block for block in shown if block.language == "python"), namespace)
+    run(GUIDE, next(block for block in shown if block.language == "python"), namespace)
     tree = next(block.code for block in shown if block.code.startswith("runs/plain/"))
     for name in ("events-rank0.jsonl", "incidents/000007-nonfinite_input", "incident.json"):
         assert name in tree
@@ -114,13 +116,16 @@ def test_the_scripts_that_commands_name_are_there(page):
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_both_readmes_show_the_same_code_and_the_same_output():
-    english, chinese = blocks(ENGLISH), blocks(CHINESE)
+@pytest.mark.parametrize(
+    ("page", "translated"), [(ENGLISH, CHINESE), (GUIDE, GUIDE_CHINESE)], ids=["readme", "guide"]
+)
+def test_both_languages_show_the_same_code_and_the_same_output(page, translated):
+    english, chinese = blocks(page), blocks(translated)
     assert [block.language for block in english] == [block.language for block in chinese]
     for number, (ours, theirs) in enumerate(zip(english, chinese, strict=True)):
         is_code = ours.language in {"python", "sh"}
         if is_code or english[number - 1].language == "python":
-            assert without_prose(ours.code) == without_prose(theirs.code), f"{CHINESE.name}:{theirs.line}"
+            assert without_prose(ours.code) == without_prose(theirs.code), f"{translated.name}:{theirs.line}"
 
 
 def without_prose(code: str) -> str:

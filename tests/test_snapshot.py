@@ -355,6 +355,9 @@ def state_of(model, optimizer, schedulers):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in .scheduler.step:UserWarning"
+)  # torch 2.6, of its SequentialLR
 @settings(max_examples=60)
 @given(trainings())
 def test_a_snapshot_of_any_training_comes_back_bit_for_bit(training):

@@ -96,6 +96,13 @@ PARTS = (
     Part(names=("torch-npu",), purpose="Ascend NPUs", minimum="2.6", install=_extra("npu")),
     Part(names=("nvidia-ml-py",), purpose="health of CUDA cards", minimum="12.535", install=_extra("nvml")),
     Part(
+        names=("prometheus-client",),
+        purpose="PrometheusCallback",
+        minimum="0.20",
+        install=_extra("prometheus"),
+    ),
+    Part(names=("mlflow-skinny", "mlflow"), purpose="MLflowSink", minimum="3.0", install=_extra("mlflow")),
+    Part(
         names=("numpy",),
         purpose="NumPy's random state in snapshots",
         minimum="1.26",

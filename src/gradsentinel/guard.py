@@ -62,6 +62,7 @@ class HostGuard:
         except TrainingAborted:
             watch.forget_step()
             raise
+        watch.run.scene.graph = None  # not while the optimizer needs the memory
         norm = view.total_norm
         if decision.apply:
             if decision.recomputed:

@@ -407,3 +407,27 @@ def test_a_flipped_bit_in_a_weight_is_not_rescued_step_after_step(tmp_path):
     assert outcomes(sentinel)[-1][1] == "rolled_back"
     assert model.weight.abs().max() < 10
     assert any("far from any healthy one" in note for note in sentinel.incidents[0].notes)
+
+
+def test_a_step_that_bad_records_spoil_is_not_made_finite_by_force(tmp_path):
+    """Two records outweigh all others and their sum overflows: in float64 the step would learn only them."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    batches = [{"x": torch.randn(8, 4), "y": torch.randn(8), "weight": torch.ones(8)} for _ in range(6)]
+    batches[4]["weight"][:2], batches[4]["y"][:2] = 3e38, 3.0
+
+    def loss_of(model, batch):
+        squares = (model(batch["x"]).squeeze(1) - batch["y"]).square()
+        return (squares * batch["weight"]).sum() / batch["weight"].sum()
+
+    callbacks = [NanCallback(), Retry(), Rescue(), Rollback()]
+    with Sentinel(model, optimizer, callbacks=callbacks, run_dir=tmp_path, forward=loss_of) as sentinel:
+        for batch in sentinel.steps(batches):
+            sentinel.backward(loss_of(model, batch))
+            sentinel.step()
+    (incident,) = sentinel.incidents
+    assert (incident.step, incident.outcome) == (4, Outcome.SKIPPED)
+    assert incident.diagnosis.cause == "data"
+    assert [sample.position for sample in incident.samples] == [0, 1]
+    assert "rescue" not in incident.details

@@ -255,6 +255,12 @@ BENIGN = {
 @pytest.mark.parametrize("name", BENIGN)
 def test_infinities_made_on_purpose(name, watch, drive):
     """returnn#1446, pytorch#182156: masks, running minima, kernels that make and mask infinities inside."""
+    origin = torch.zeros(1, requires_grad=True)
+    if (
+        name.startswith("atan2")
+        and not torch.autograd.grad(torch.atan2(origin, origin), origin)[0].isfinite()
+    ):
+        pytest.skip("in this torch (2.6) the derivative of atan2 at 0 is NaN")
     lin = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(lin.parameters())
     sentinel = watch(lin, optimizer)

@@ -193,9 +193,7 @@ def once(value):
         def hook(module, args, output):
             if not fired:
                 fired.append(True)
-                output = output.clone()
-                output[1, 2] = value
-            return output
+                output.data[1, 2] = value  # as a fault in memory: no operator of the loop does it
 
         model.register_forward_hook(hook)
 

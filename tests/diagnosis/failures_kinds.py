@@ -421,9 +421,7 @@ def flips_activation(model):
     def hook(module, args, output):
         if not fired:
             fired.append(True)
-            output = output.clone()
-            output.data.view(torch.int32).view(-1)[9] |= 0x7E000000
-        return output
+            output.data.view(torch.int32).view(-1)[9] |= 0x7E000000  # beneath autograd, as memory fails
 
     model.register_forward_hook(hook)
 

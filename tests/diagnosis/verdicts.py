@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import failures_architectures  # noqa: F401 - fills FAILURES
+import failures_eleventh  # noqa: F401 - likewise
 import failures_formulas  # noqa: F401 - likewise
 import failures_fresh  # noqa: F401 - likewise
 import failures_graphs  # noqa: F401 - likewise
@@ -12,6 +13,7 @@ import failures_kinds  # noqa: F401 - likewise
 import failures_last  # noqa: F401 - likewise
 import failures_narrow  # noqa: F401 - likewise
 import failures_optimizers  # noqa: F401 - likewise
+import failures_outside  # noqa: F401 - likewise
 import failures_pairs  # noqa: F401 - likewise
 import failures_records  # noqa: F401 - likewise
 import failures_transient  # noqa: F401 - likewise

@@ -143,7 +143,7 @@ def test_one_that_is_written_on_an_exception_is_left_out_and_the_exception_passe
         with quiet(), pytest.raises(RuntimeError, match="mine") as caught:
             trainer.fit(module, task.loader())
         assert caught.value is error
-        assert not {"save_checkpoint"} & vars(trainer).keys()
+        assert ("save_checkpoint" in vars(trainer)) is poisoned  # what is left of a bad end stays refused
         assert not {"teardown", "optimizer_step"} & vars(trainer.strategy).keys()
         return list(folder.glob("*.ckpt"))
 

@@ -187,3 +187,21 @@ def test_a_healthy_shuffled_run_is_drawn_in_the_same_order(tmp_path):
         return trainer.model.state_dict()
 
     assert differences(run("alone", watched=False), run("watched", watched=True)) == []
+
+
+def test_a_trainer_that_goes_on_in_an_epoch_which_left_a_batch_out_begins_where_it_was(tmp_path):
+    settings = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3}
+    first, second = Recorder(), Recorder()
+    whole = hf.train(
+        WholeBatchBad(random=True), tmp_path, hf.native(tmp_path / "run", first, NanCallback()), **settings
+    )
+    assert len(first.losses) == 6 + 5
+    resumed = hf.train(
+        WholeBatchBad(random=True),
+        tmp_path,
+        hf.native(tmp_path / "run", second, NanCallback()),
+        resume=str(tmp_path / "trainer" / "checkpoint-9"),
+        **settings,
+    )
+    assert second.losses == first.losses[9:]
+    assert differences(whole.model.state_dict(), resumed.model.state_dict()) == []

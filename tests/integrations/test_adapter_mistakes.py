@@ -45,6 +45,56 @@ def test_but_in_the_same_one_they_go_on(tmp_path):
     assert record.callback.run.iteration == 12
 
 
+def test_the_same_callbacks_in_two_trainers_that_train_at_once_are_refused(tmp_path):
+    from transformers import TrainerCallback
+
+    from gradsentinel.integrations.huggingface import adapt
+
+    record, lone = adapt(Recorder()), adapt(NanCallback())
+    other = hf.hf_trainer(Task(), tmp_path / "other", [adapt(NanCallback()), record])
+    caught = []
+
+    class TrainsAnother(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                with pytest.raises(ConfigurationError, match="is watching another Trainer") as error:
+                    other.train()
+                caught.append(error.value)
+
+    trainer = hf.hf_trainer(Task(nested=True), tmp_path / "one", [lone, record, TrainsAnother()])
+    with quiet():
+        trainer.train()
+        assert len(caught) == 1
+        assert len(record.callback.applied) == 6  # it went on as if nothing had been
+        assert "training_step" not in vars(other)
+        other.train()  # now that the first one is done
+    assert other.state.global_step == 6
+
+
+def test_nor_may_lightnings_trainers_share_them_at_once(tmp_path):
+    import lightning.pytorch
+
+    task = Task()
+    (record, lone, settings) = pl.native(tmp_path / "run", Recorder(), NanCallback())
+    _, other = pl.Lightning().trainer(task, [lone, record, settings])
+    module = pl.lightning_module(lightning.pytorch, task, task.net(), manual=False)
+    caught = []
+
+    class FitsAnother(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                with pytest.raises(ConfigurationError, match="is watching another Trainer") as error:
+                    other.fit(module, task.loader())
+                caught.append(error.value)
+
+    pl.fit(task, [record, lone, settings, FitsAnother()])
+    assert len(caught) == 1
+    assert len(record.callback.applied) == 6
+    with quiet():
+        other.fit(module, task.loader())
+    assert other.global_step == 6
+
+
 def test_an_earlier_runs_checkpoint_is_not_taken_for_ones_own(tmp_path, caplog):
     old = hf.train(Task(count=4), tmp_path, [], save_strategy="steps", save_steps=3)
     folder = tmp_path / "trainer" / "checkpoint-3"

@@ -19,8 +19,6 @@ from gradsentinel import (
     Outcome,
     Retry,
     Rollback,
-    Skip,
-    TrainingAborted,
 )
 from loops import differences, seed
 
@@ -166,56 +164,6 @@ def test_the_loss_is_the_mean_of_the_microbatches_however_it_is_normalised(tmp_p
     trainer = train(Task(accumulate=2), tmp_path, native(tmp_path / "run", record, NanCallback()))
     logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert record.losses == pytest.approx(logged, rel=1e-5)
-
-
-def test_a_run_goes_on_from_a_checkpoint_with_its_counters_and_budgets(tmp_path):
-    task = {"num_train_epochs": 2, "save_strategy": "epoch"}
-    whole = train(Task(random=True), tmp_path / "whole", [], **task)
-    first, second = Recorder(), Recorder()
-    spoilt = Task(random=True, trouble=Trouble(loss={3: NAN}))
-    train(spoilt, tmp_path / "cut", native(tmp_path / "a", first, NanCallback(), Retry()), **task)
-    resumed = train(
-        Task(random=True),
-        tmp_path / "cut",
-        native(tmp_path / "b", NanCallback(), second, Retry()),
-        resume=str(tmp_path / "cut" / "trainer" / "checkpoint-6"),
-        **task,
-    )
-    assert differences(whole.model.state_dict(), resumed.model.state_dict()) == []
-    assert second.run.step == second.run.iteration == 12
-    assert len(second.applied) == 6
-    assert second.run.remember()["Retry"]["budget"] == {"spent": [3]}
-    assert resumed.state.global_step == 12
-
-
-def test_an_aborted_run_can_be_resumed_from_the_checkpoint_it_left(tmp_path):
-    spoilt = Task(trouble=Trouble(loss={3: NAN}))
-    given = native(tmp_path / "a", NanCallback(), Skip(max_skips=0))
-    with pytest.raises(TrainingAborted):
-        train(spoilt, tmp_path, given, save_strategy="steps", save_steps=100)
-    resumed = train(Task(), tmp_path, native(tmp_path / "b", NanCallback()), resume=True)
-    whole = train(Task(), tmp_path / "whole", [])
-    assert differences(whole.model.state_dict(), resumed.model.state_dict()) == []
-
-
-def test_train_twice_and_an_interrupted_train_leave_nothing_behind(tmp_path):
-    record = Recorder()
-    given = native(tmp_path / "run", record, NanCallback())
-    error = OSError("mine")
-    task = Task(trouble=Trouble(raises={2: error}))
-    trainer = hf_trainer(task, tmp_path, given)
-    with quiet(), pytest.raises(OSError, match="mine") as caught:
-        trainer.train()
-    assert caught.value is error
-    assert record.told[-1] == "run_end"
-    assert not vars(trainer).keys() & {"training_step", "_save_checkpoint", "_run_epoch"}
-    assert not vars(trainer.accelerator).keys() & {"backward", "clip_grad_norm_", "clip_grad_value_"}
-    task.trouble.raises.clear()
-    with quiet():
-        trainer.train()
-    again = given[0].callback
-    assert again is not record
-    assert len(again.applied) == 6
 
 
 def small_model():

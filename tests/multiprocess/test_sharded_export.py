@@ -1,5 +1,6 @@
 """Shards of FSDP2 as a torch.distributed.checkpoint: loaded by one rank, and by as many as before."""
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, *, alon
     state = {"model": of_model, "optimizer": of_optimizer}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of what it does itself
-        dcp.load(state, checkpoint_id=path, no_dist=alone)
+        # before torch 2.7 it goes by itself by whether there is a process group
+        known = "no_dist" in inspect.signature(dcp.load).parameters
+        dcp.load(state, checkpoint_id=path, **({"no_dist": alone} if known else {}))
         set_state_dict(
             model,
             optimizer,

@@ -23,7 +23,7 @@ from conftest import chromium
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
 WIDTHS = (1280, 1920)
-HEIGHTS = {"overview": 1080, "incident": 1080, "layers": 1420, "incidents": 640, "safety": 900, "ranks": 1080}
+HEIGHTS = {"overview": 1080, "incident": 1080, "layers": 1420, "incidents": 640, "safety": 900, "ranks": 1130}
 JOB = "job-of-64-ranks"
 COLOURS = 160
 """A page of text and lines needs no more, and a third of the bytes."""

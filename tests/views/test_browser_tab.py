@@ -129,6 +129,21 @@ def test_the_language_can_be_changed(tab):
     tab.get_by_test_id("gs-headline").filter(has_text="The run has ended").wait_for()
 
 
+def test_a_chinese_page_says_in_chinese_what_was_found_and_what_to_do(tab, logdir):
+    choose(tab, "demo")
+    (incident,) = (one for one in RunDirectory(logdir / "demo").read_incidents() if "loss" in str(one.kind))
+    opened = open_incident(tab, incident.id)
+    tab.get_by_test_id("gs-lang").click()
+    opened.get_by_role("heading", name="损失为 NaN/Inf").wait_for()
+    shown = opened.locator(":scope > :not(details)").all_inner_texts()  # all but the file as it is
+    text = "\n".join(shown)
+    assert "用 float32 计算 blocks.1.attn" in text
+    told = [incident.message, *incident.diagnosis.evidence, *incident.diagnosis.remedy]
+    assert [one for one in told if one in text] == []
+    tab.get_by_test_id("gs-lang").click()
+    opened.get_by_text(incident.diagnosis.remedy[0]).first.wait_for()
+
+
 def test_runs_are_compared(tab):
     tab.get_by_role("link", name="Compare", exact=True).click()
     compared = tab.get_by_test_id("gs-compare")

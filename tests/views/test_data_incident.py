@@ -53,7 +53,7 @@ def test_the_story_in_english(run_dir):
         "It happened in micro-batch 2 on rank 0 (node00, npu:0).",
         "The cause is too little precision (90 % sure), in the forward pass: blocks.1.attn, aten.bmm, m.py.",
         "GradSentinel dropped the step: step dropped (8 of 10 drops left).",
-        "one more thing",
+        "Also: one more thing.",
         "It took 20 ms to detect, 1.5 s to diagnose.",
     ]
     assert seen["todo"] == ["use bfloat16 instead of float16"]

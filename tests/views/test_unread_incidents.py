@@ -146,3 +146,25 @@ def test_no_line_is_kept_free_for_marks_that_are_not_there(run_dir):
     lines = watched(run_dir).splitlines()
     (norm,) = [number for number, line in enumerate(lines) if line.startswith("gradient norm")]
     assert lines[norm + 1].startswith("learning rate")
+
+
+@pytest.mark.parametrize("how", ["missing", "removed", "a whole directory gone"])
+def test_a_report_on_one_incident_tells_what_the_log_knows_of_it(run_dir, how):
+    train(run_dir, steps=10, bad=[3, 6])
+    spoil(run_dir, how)
+    if how == "a whole directory gone":
+        (run_dir / "incidents").rmdir()
+    for asked in ("6", "000006", "000006-nonfinite_gradient"):
+        result = CliRunner().invoke(
+            cli.app, ["report", str(run_dir), "--incident", asked, "--markdown", "--lang", "zh"]
+        )
+        assert result.exit_code == 0, result.output
+        assert "第 6 步：梯度为 NaN/Inf" in result.stdout
+        assert "只有事件日志提到它" in result.stdout
+        assert "第 3 步" not in result.stdout
+    result = CliRunner().invoke(cli.app, ["report", str(run_dir), "--incident", "7"])
+    assert result.exit_code != 0
+    assert "no incident matches '7'" in result.stderr
+    assert "there is 000003-nonfinite_gradient, 000006-nonfinite_gradient" in result.stderr
+    result = CliRunner().invoke(cli.app, ["report", str(run_dir), "--incident", "00000"])
+    assert "several incidents match" in result.stderr

@@ -66,6 +66,8 @@ class Scene:
         """Micro-batches of the last step that was applied without an incident: what is normal here."""
         self.passes: list[BackwardPass] = []
         """The backward passes of the step so far, as the loop ran them."""
+        self.graph: tuple[int, Any] | None = None
+        """The last micro-batch whose loss the loop showed, and the node behind it; until the step is made."""
         self.traced: tuple[str, Any] | None = None
         """The incident of this step and what its diagnosis found, for whoever keeps the evidence."""
         self.repeated = False
@@ -83,6 +85,7 @@ class Scene:
             self.microbatches.clear()
         self.repeated = same_batches
         self.passes.clear()
+        self.graph = None
         self.traced = None
         self.buffers.capture()
         self.rng = RngState.capture(self._device_types) if rng else None

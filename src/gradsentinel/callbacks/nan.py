@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradsentinel import events
 from gradsentinel.callback import Detector
+from gradsentinel.callbacks.lost_eps import LostEps
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
@@ -64,6 +65,7 @@ class NanCallback(Detector):
     _scaler_skips: int = field(default=0, init=False, repr=False)
     _unchecked: bool = field(default=False, init=False, repr=False)
     """True if the state changed since all of it was looked at last."""
+    _eps: LostEps | None = field(default=None, init=False, repr=False)
     _part: int = field(default=0, init=False, repr=False)
     """The part of the state to look at next."""
 
@@ -85,15 +87,16 @@ class NanCallback(Detector):
         return float("inf")
 
     def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool:
-        """Return True unless the step may have spoilt buffers and nothing else, and that is to be looked at.
+        """Return True unless buffers are to be looked at, or finite gradients could still spoil the weights.
 
         A finite norm is one of finite gradients, and it is only asked about finite losses.
         """
-        return not self._buffers_due(step)
+        return not self._buffers_due(step) and not (self._eps is not None and self._eps.suspected())
 
     def on_run_start(self, event: events.RunStart) -> Sequence[Finding]:
         """Look at the initial state: an uninitialised parameter is named before any training."""
         self._run = event.run
+        self._eps = LostEps(event.run)
         found = event.run.health.scan()
         findings = []
         if "parameters" in found:
@@ -130,10 +133,13 @@ class NanCallback(Detector):
     def on_before_clip(self, event: events.BeforeClip) -> list[Finding]:
         """Judge the gradients through their global norm, or the loss scale if there is a scaler.
 
-        And, where the state is due after this step, what its forward pass has written to buffers: now that
-        can still be put back, and the weights have not moved.
+        And an update that divides 0 by 0. And, where the state is due after this step, what its forward pass
+        has written to buffers: now that can still be put back, and the weights have not moved.
         """
         found = [self._look_at_gradients(event)]
+        lost = None if self._eps is None else self._eps.finding()
+        if lost is not None:
+            found.append(lost)
         run = self._run
         if run is not None and self._buffers_due(event.step):
             view, scaled = event.gradients, event.loss_scale is not None

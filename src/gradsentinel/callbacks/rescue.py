@@ -47,6 +47,7 @@ class _Attempt:
     """Widen every single operator too, also those outside of modules and under an autocast inside."""
 
 
+_JUNK_NOTE = "records are bad by themselves: made finite in a wider dtype, they would be learnt from"
 _FAR_OUT = 1e4
 """So many times the loss or gradient norm of a healthy step is no rounding: the state itself is bad."""
 _FAR_OUT_NOTE = (
@@ -111,12 +112,7 @@ class Rescue(Recomputing):
 
     def respond(self, incident: Incident, run: Run) -> Recovery | None:
         """Compute the step in wider dtypes until it is finite, or hand over."""
-        if incident.kind not in NONFINITE:
-            return None
-        if not self._budget.left(run.iteration):
-            incident.notes += (f"the budget of {self.max_rescues} rescues in {self.window} is used up",)
-            return None
-        if not self._ready(incident, run):
+        if not self._promising(incident, run):
             return None
         search = _Search(incident, run, None if self.dtype is None else getattr(torch, self.dtype))
         for attempt in search.attempts():
@@ -129,6 +125,19 @@ class Rescue(Recomputing):
         failures = dict.fromkeys(search.failures)
         incident.notes += ("in a wider dtype the step is not finite either", *failures)
         return None
+
+    def _promising(self, incident: Incident, run: Run) -> bool:
+        """Say whether to try at all; notes why not. Called on: every rank."""
+        if incident.kind not in NONFINITE:
+            return False
+        if not self._budget.left(run.iteration):
+            incident.notes += (f"the budget of {self.max_rescues} rescues in {self.window} is used up",)
+            return False
+        known = incident.diagnosis
+        if incident.samples and known is not None and known.cause == "data":
+            incident.notes += (_JUNK_NOTE,)
+            return False
+        return self._ready(incident, run)
 
     def _compute(self, attempt: _Attempt, run: Run, search: _Search) -> Recomputed:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -17,6 +17,7 @@ from gradsentinel.diagnosis.bundle import BundleFacts, BundleWriter
 from gradsentinel.diagnosis.collect import Level, add_microbatch, collect
 from gradsentinel.diagnosis.findings import Findings as Traced
 from gradsentinel.diagnosis.guilty import Guilty, guilty_of
+from gradsentinel.diagnosis.lost import lost_of
 from gradsentinel.diagnosis.operator import CannotRun, OperatorCall, call_of
 from gradsentinel.diagnosis.repro import write_program
 from gradsentinel.diagnosis.storable import nbytes
@@ -184,6 +185,7 @@ class SnapshotSaver(Callback):
         """Return what the archive of the operator holds, and the text of repro.py."""
         operator, meta = call_to_tree(call)
         function, given = _function_of(guilty.findings, bundle.room - nbytes(operator))
+        lost, before = lost_of(guilty, diagnosis, bundle.room - nbytes(operator))
         program = write_program(
             bundle.incident,
             diagnosis,
@@ -192,12 +194,14 @@ class SnapshotSaver(Callback):
             folder=f"operator{bundle.writer.suffix}",
             function=function,
             function_state=given,
+            lost=lost,
+            lost_state=before,
             allocation=guilty.event.allocation,
         )
         meta["allocation"] = guilty.event.allocation
         meta["custom"] = guilty.custom
         meta["function"] = None if function is None else f"{function.module}:{function.qualname}"
-        return {"operator": operator, "function": given}, meta, program
+        return {"operator": operator, "function": given, "lost": before}, meta, program
 
     @staticmethod
     def _what(incident: Incident) -> str:

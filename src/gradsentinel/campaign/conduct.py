@@ -16,6 +16,7 @@ from gradsentinel.campaign.page import page
 from gradsentinel.campaign.plan import impossible, trials
 from gradsentinel.campaign.plots import draw
 from gradsentinel.campaign.pool import run
+from gradsentinel.campaign.readme import fill
 from gradsentinel.campaign.report import results
 from gradsentinel.campaign.trial import SCHEMA, Trial
 from gradsentinel.errors import ConfigurationError
@@ -38,7 +39,7 @@ class Orders:
     only: tuple[str, ...] = ()
     """Workloads; empty for all."""
     docs: Path | None = None
-    """Where results.md, results.json and the plots go, too."""
+    """Where results.md, results.json and the plots go, too; READMEs beside it get the results in short."""
     hang: float = 900.0
     """Seconds without a result after which a run counts as hung."""
     command: str = "gradsentinel campaign"
@@ -88,6 +89,7 @@ def conduct(orders: Orders, console: Console) -> dict[str, Any]:
     publish(found, orders.folder, pictures="images")
     if orders.docs is not None:
         publish(found, orders.docs, pictures="images")
+        fill(json.loads((orders.docs / "results.json").read_text(encoding="utf-8")), orders.docs.parent)
     return found
 
 

@@ -54,12 +54,16 @@ def choose(path: Path, incident_id: str | None, command: str = "show") -> Path:
         if incidents.is_dir() and not (path / "incident.json").exists():
             raise StoreError(
                 f"{path} is a run directory: say which incident, as in {example(path, command)} "
-                f"({_choices(_ids(incidents))})"
+                f"({_choices(ids_in(incidents))})"
             )
         return path
     if not incidents.is_dir():
         raise StoreError(f"{path} is not a run directory with incidents: it has no incidents/")
-    ids = _ids(incidents)
+    return incidents / the_one(ids_in(incidents), incident_id, path)
+
+
+def the_one(ids: list[str], incident_id: str, path: Path) -> str:
+    """Return which id of a run is meant by one, its beginning or its step; raises StoreError if none is."""
     matches = (
         [name for name in ids if name == incident_id]
         or [name for name in ids if _step(name) == incident_id]
@@ -68,7 +72,7 @@ def choose(path: Path, incident_id: str | None, command: str = "show") -> Path:
     if len(matches) != 1:
         what = "several incidents match" if matches else "no incident matches"
         raise StoreError(f"{what} {incident_id!r} in {path} ({_choices(matches or ids)})")
-    return incidents / matches[0]
+    return matches[0]
 
 
 def example(run_dir: Path, command: str = "show") -> str:
@@ -87,7 +91,8 @@ def files_in(bundle: Path) -> list[tuple[str, int]]:
     return sorted(found.items())
 
 
-def _ids(incidents: Path) -> list[str]:
+def ids_in(incidents: Path) -> list[str]:
+    """Return the names of the bundles in a directory, in order of their steps."""
     entries = (entry for entry in incidents.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     return sorted((entry.name for entry in entries), key=id_order)
 

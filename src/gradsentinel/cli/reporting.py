@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from gradsentinel.cli.application import app
-from gradsentinel.cli.output import choose, quoted
+from gradsentinel.cli.output import ids_in, quoted, the_one
 from gradsentinel.errors import StoreError
+from gradsentinel.wording import id_order
 
 _HELP = (
     "Write a run's report: one HTML file with all pictures, or Markdown for a ticket.\n\n"
@@ -43,7 +44,7 @@ def report(
     from gradsentinel.views.markdown import markdown as as_markdown  # noqa: PLC0415 - imports torch
     from gradsentinel.views.report import report as as_page  # noqa: PLC0415 - imports torch
 
-    chosen = None if incident is None else choose(run_dir, incident, "report").name
+    chosen = None if incident is None else _chosen(run_dir, incident)
     make = as_markdown if markdown else as_page
     text = make(run_dir, lang=lang, incident=chosen)
     target = output or (Path("-") if markdown else Path("report.html"))
@@ -52,6 +53,16 @@ def report(
         return
     _write(target, text)
     sys.stdout.write(f"Report: {quoted(target)}\n")
+
+
+def _chosen(run_dir: Path, incident: str) -> str:
+    """Return the id that is meant, also of an incident that only the event log tells of."""
+    from gradsentinel.views.gather import gather  # noqa: PLC0415 - imports torch
+
+    ids = {one["id"] for one in gather(run_dir).incidents("en")}
+    if (run_dir / "incidents").is_dir():
+        ids.update(ids_in(run_dir / "incidents"))
+    return the_one(sorted(ids, key=id_order), incident, run_dir)
 
 
 def _write(path: Path, text: str) -> None:

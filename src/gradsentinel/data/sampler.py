@@ -48,6 +48,7 @@ class SkipBatches(Sampler[list[int]]):
         self._file = None if run_dir is None else Path(run_dir) / FILE
         self._run: Run | None = None
         self._start = 0
+        self._given = 0
         self._drawing: _Drawing | None = None
 
     @property
@@ -75,9 +76,15 @@ class SkipBatches(Sampler[list[int]]):
         """Use the list of a run, from the next iteration on."""
         self._run = run
 
-    def start_at(self, number: int) -> None:
-        """Let the next iteration begin with this batch of the epoch, without drawing those before."""
-        self._start = number
+    def start_at(self, number: int, *, given: int = 0) -> None:
+        """Let the next iteration begin with this batch of the epoch, without drawing those before.
+
+        Args:
+            number: of the batch, whether those before were left out or not.
+            given: so many of those before were given, and whoever draws is going to pass over as many, as
+                Accelerate's `skip_first_batches` does; in their places come empty ones.
+        """
+        self._start, self._given = number, given
 
     def begin(self) -> None:
         """Have the iteration at its start now, and not when the first batch is drawn from it.
@@ -105,9 +112,10 @@ class SkipBatches(Sampler[list[int]]):
         """Return what the records of a batch were drawn by, whatever that is, if it was drawn lately."""
         return self._drawing.drawn_by(number) if self._drawing is not None else ()
 
-    def take_start(self) -> int:
-        """Return where the iteration that draws now is to begin, which counts only once."""
-        start, self._start = self._start, 0
+    def take_start(self) -> tuple[int, int]:
+        """Return where the iteration that draws now is to begin, and `given`, which counts only once."""
+        start = self._start, self._given
+        self._start = self._given = 0
         return start
 
     def entries(self) -> tuple[list[SkippedBatch], int | None, int, int]:
@@ -136,9 +144,14 @@ class _Drawing(Iterator[list[int]]):
         self._numbers: list[int] = []
         self._indices: dict[int, tuple[int, ...]] = {}
         self._before: list[int] = []
+        self._passed_over = 0
+        """So many empty batches are due, for somebody who is going to pass over them."""
 
     def __next__(self) -> list[int]:
         self.begin()
+        if self._passed_over:
+            self._passed_over -= 1
+            return []
         while True:
             drawn = list(next(self._inner))
             number = self.number
@@ -159,7 +172,10 @@ class _Drawing(Iterator[list[int]]):
                 "rng": RngState.capture().to_tree(),
                 "generators": [generator.get_state() for generator in generators_of(self._owner)],
             }
-            self.pass_over(self._owner.take_start())
+            start, given = self._owner.take_start()
+            self.pass_over(start)
+            self._numbers = [0] * given
+            self._passed_over = given
 
     def number_of(self, count: int) -> int:
         return self._numbers[count] if count < len(self._numbers) else self.number

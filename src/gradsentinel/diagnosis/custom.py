@@ -40,6 +40,8 @@ class FunctionCall:
     """What its backward was given, if that made the bad values."""
     unwritten: bool
     """True if the bad values are memory that nobody wrote to."""
+    autocast: tuple[tuple[str, str], ...] = ()
+    """Kinds of devices for which autocast was on in its forward pass, each with the dtype."""
 
     @property
     def backward(self) -> bool:
@@ -75,6 +77,7 @@ def catch(findings: Findings) -> FunctionCall | None:
         args=args,
         grads=grads,
         unwritten=unwritten,
+        autocast=recorder.autocast,
     )
 
 
@@ -141,8 +144,11 @@ class _Recorder:
         self.found: tuple[type, tuple[Any, ...], tuple[Any, ...] | None] | None = None
         self.call: Call | None = None
         """Where it was called from."""
+        self.autocast: tuple[tuple[str, str], ...] = ()
+        """Where autocast was on in its forward pass, and in which dtype."""
         self._where = where
         self._calls: dict[int, Call] = {}
+        self._casts: dict[int, tuple[tuple[str, str], ...]] = {}
         self._given: dict[int, tuple[Any, tuple[Any, ...], list[int]]] = {}  # by context, which is kept alive
 
     @contextmanager
@@ -178,7 +184,7 @@ class _Recorder:
             kept = _copied(given) if fine else ()
             result = function(*args, **kwargs)
             if fine and _bad(result):
-                self.found, self.call = (kind, kept, None), here
+                self.found, self.call, self.autocast = (kind, kept, None), here, _autocast(given)
             return result
 
         return forward
@@ -198,6 +204,7 @@ class _Recorder:
             result = function(ctx, *grads)
             if fine and known is not None and _bad(result) and _versions(known[1]) == known[2]:
                 self.found, self.call = (kind, _copied(known[1]), kept), self._calls.get(id(ctx))
+                self.autocast = self._casts.get(id(ctx), ())
             return result
 
         return backward
@@ -205,6 +212,7 @@ class _Recorder:
     def _remember(self, ctx: Any, args: tuple[Any, ...], here: Call | None) -> None:
         if here is not None:
             self._calls[id(ctx)] = here
+        self._casts[id(ctx)] = _autocast(args)
         self._given[id(ctx)] = (ctx, args, _versions(args))
 
 
@@ -217,6 +225,16 @@ def _kinds(root: type) -> Iterator[type]:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _autocast(value: Any) -> tuple[tuple[str, str], ...]:
+    """Return the kinds of devices among some tensors for which autocast is on now, each with the dtype."""
+    kinds = sorted({tensor.device.type for tensor in _tensors(value)} - {"meta"})
+    return tuple(
+        (kind, str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
+        for kind in kinds
+        if torch.is_autocast_enabled(kind)
+    )
 
 
 def _bad(value: Any) -> bool:

@@ -19,6 +19,12 @@ from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import Path, call_of
 from gradsentinel.run import Run
 
+_SUMS = frozenset(
+    {"addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "convolution", "cumsum", "dot", "matmul"}
+    | {"mkldnn_convolution", "mm", "mv", "sum"}
+)
+"""Operators that add up products, or numbers."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
@@ -89,6 +95,15 @@ class Findings:
         """The narrow dtype that the origin worked in or produced, if it did."""
         dtypes = [o.dtype for o in self.operands] + [r.dtype for r in self.origin.results]
         return next((str(d).removeprefix("torch.") for d in dtypes if d in NARROW), None)
+
+    @property
+    def overflowed(self) -> bool:
+        """True if it went beyond its type: to Inf, or to the NaN that Inf - Inf inside of a sum makes.
+
+        A sum of products, or a mean, has no other way to make NaN of finite numbers.
+        """
+        finite = bool(self.operands) and all(not operand.nonfinite for operand in self.operands)
+        return self.origin.badness.inf or (self.name in _SUMS and finite and not self.origin.literal)
 
     @property
     def size(self) -> int | None:

@@ -20,9 +20,11 @@ from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.narrow import NarrowTrace
 from gradsentinel.diagnosis.operands import finite_again
+from gradsentinel.diagnosis.otherwise import explained_otherwise
 from gradsentinel.diagnosis.progress import Progress
 from gradsentinel.diagnosis.remedy import for_records
 from gradsentinel.diagnosis.replay import Computed, Replay, is_compiled
+from gradsentinel.diagnosis.surroundings import Surroundings
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.transient import (
     Again,
@@ -32,6 +34,7 @@ from gradsentinel.diagnosis.transient import (
     is_hooked,
     judge_again,
     less_sure,
+    not_sure,
     written_after,
 )
 from gradsentinel.diagnosis.verdict import came_in, decide
@@ -76,6 +79,7 @@ class Investigation:
         self._progress = progress
         self._deadline = time.monotonic() + run.diagnosis_budget
         self._replay = Replay(run)
+        self._around = Surroundings(run)
         self._computed: list[Computed] = []
         """As far as computed, in the order of `_microbatches`."""
         suspect = incident.microbatch
@@ -184,7 +188,7 @@ class Investigation:
         elif findings.trace.narrow and not findings.origin.backward and self._time_left():
             self._lost_before(findings)
         good = self._run.known_good
-        if good is not None and findings.origin.badness.inf and self._time_left():
+        if good is not None and findings.overflowed and self._time_left():
             self._progress.stage(f"with the weights of step {good.step}")
             findings.finite_with_known_good = swap.finite_with_weights(replay, microbatch, good)
         healthy = self._run.scene.healthy
@@ -292,6 +296,12 @@ class Investigation:
         unsure = diagnosis.cause == "hardware" and diagnosis.confidence < _SURE
         if unsure and came_back(self._incident, run.incidents):
             diagnosis = less_sure(diagnosis)
+        elif unsure:
+            self._progress.stage("looking for what else explains it")
+            other = explained_otherwise(
+                replay, self._microbatches, computed, found, self._around, self._time_left
+            )
+            diagnosis = not_sure(diagnosis, other) if other else diagnosis
         if self._incident.kind is Kind.NONFINITE_LOSS:
             diagnosis = replace(diagnosis, phase="forward")
         return Report(diagnosis=diagnosis)

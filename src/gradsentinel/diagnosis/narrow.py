@@ -14,6 +14,9 @@ from gradsentinel.diagnosis.record import Event
 from gradsentinel.diagnosis.swap import NARROW, wider
 from gradsentinel.diagnosis.trace import Trace, is_allocation
 
+_COPIED = 1 << 24
+"""Elements of an argument up to which it is copied."""
+
 
 class NarrowTrace(Trace):  # type: ignore[no-untyped-call]
     """Also computes each operator of a narrow type in float32, up to the one that is to blame, and compares.
@@ -67,6 +70,7 @@ class NarrowTrace(Trace):  # type: ignore[no-untyped-call]
     def _event(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor, badness: Badness
     ) -> Event:
+        given = tree_map(_kept, (tuple(args), dict(kwargs)))
         return Event(
             index=len(self.events),
             op=str(func),
@@ -82,11 +86,37 @@ class NarrowTrace(Trace):  # type: ignore[no-untyped-call]
             badness=badness,
             edges=(),
             fresh=True,
-            args=args,
-            kwargs=dict(kwargs),
+            args=given[0],
+            kwargs=given[1],
             results=(result,),
             argument_origins=(0,) * len(_tensors((args, kwargs))),
         )
+
+
+@torch.no_grad()
+def _kept(value: Any) -> Any:
+    """Copy a tensor, if it is no giant: the program may write to it later."""
+    small = isinstance(value, Tensor) and value.numel() <= _COPIED
+    return value.detach().clone() if small else value
+
+
+@torch.no_grad()
+def lost_index(event: Event) -> tuple[int, ...] | None:
+    """Return the first element that a narrow type lost: Inf, or 0 where float32 has another number."""
+    args, kwargs = tree_map(wider, (event.args, event.kwargs))
+    try:
+        wide = _tensors(event.function(*args, **kwargs))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    result = event.results[0]
+    kept = next((tensor.float() for tensor in wide if tensor.shape == result.shape), None)
+    if kept is None:
+        return None
+    lost = torch.isinf(result) & torch.isfinite(kept) if event.badness else (result == 0) & (kept != 0)
+    if not bool(lost.any()):
+        return None
+    place = lost.flatten().to(torch.uint8).argmax().cpu()
+    return tuple(int(i) for i in torch.unravel_index(place, lost.shape)) if lost.dim() else ()
 
 
 def _comparable(func: Any, result: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsentinel.diagnosis.memory import judge
+from gradsentinel.diagnosis.memory import bad_mask, judge
 from gradsentinel.diagnosis.operands import equation, operands_of
 from gradsentinel.diagnosis.record import Event
 from gradsentinel.diagnosis.trace import Trace
@@ -47,13 +47,25 @@ class Rehearsal:
 
 @torch.no_grad()
 def rehearse(
-    optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any], *, grad_norm: float | None = None
+    optimizer: Optimizer,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    *,
+    grad_norm: float | None = None,
+    exact: bool = False,
 ) -> Rehearsal | None:
     """Return what the optimizer's step does to copies of a parameter and its moments, made finite.
 
     Tried with the gradient itself, if it is still there, with one that is 0, and with one of the norm given;
     what is not finite begins at 0, or as large as its type allows. None if that makes nothing bad, or other
     things than those that are, or if it cannot be tried. Changes nothing; the optimizer's hooks do not run.
+
+    Args:
+        optimizer: of the run.
+        parameter: one that is bad, or whose moments are.
+        group: its settings, perhaps others than it has now.
+        grad_norm: of the step's gradients.
+        exact: it has to make bad the very elements that are.
     """
     if readable(parameter) is not None or hasattr(parameter, "to_local"):
         return None
@@ -62,7 +74,7 @@ def rehearse(
     for words, gradient in _gradients(parameter, grad_norm):
         for limit in (False, True):
             try:
-                found = _step(optimizer, parameter, group, gradient, limit=limit)
+                found = _step(optimizer, parameter, group, gradient, limit=limit, exact=exact)
             except Exception as error:
                 logger.debug("the optimizer's step could not be rehearsed: %s", error, exc_info=True)
                 return None
@@ -88,7 +100,13 @@ def _gradients(parameter: Tensor, norm: float | None) -> Iterator[tuple[str, Ten
 
 
 def _step(
-    optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any], gradient: Tensor, *, limit: bool
+    optimizer: Optimizer,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    gradient: Tensor,
+    *,
+    limit: bool,
+    exact: bool,
 ) -> tuple[Event, str] | None:
     stand_in = torch.nn.Parameter(_finite(parameter, limit=limit), requires_grad=True)
     state = {
@@ -108,8 +126,11 @@ def _step(
             stand_in.grad = _sparse(stand_in.grad)
             step(copy)
     after = _bad(stand_in, copy.state)
-    if after.keys() != _bad(parameter, optimizer.state).keys():
+    found = _bad(parameter, optimizer.state)
+    if after.keys() != found.keys():
         return None  # it makes other things bad than those that are: that was not it
+    if exact and not all(torch.equal(bad_mask(after[key]), bad_mask(found[key])) for key in after):
+        return None
     for key, tensor in after.items():
         origins = origins_of(trace, [tensor])
         if origins:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsentinel.again.scene import MicroBatch
+from gradsentinel.diagnosis.graph import Graph, graph_of
 from gradsentinel.diagnosis.shelter import sheltered
 from gradsentinel.diagnosis.trace import Trace, names_of
 from gradsentinel.ranks.wrappers import find_ddp
@@ -41,6 +42,8 @@ class Computed:
     """Of the micro-batch alone, divided and scaled as in the run; what has none is left out."""
     nodes: Mapping[int, tuple[str, bool]]
     """Autograd nodes by number: name, and whether it is a user's Function."""
+    graph: Graph = ()
+    """The autograd graph behind the loss as the user's forward returned it."""
 
 
 def reason_against(run: Run) -> str | None:
@@ -124,14 +127,14 @@ class Replay:
             stack.enter_context(mode or nullcontext())
             loss = run_forward(run, given)
             root = self._scaled(loss)
-            nodes = names_of(root)
+            nodes, graph = names_of(root), graph_of(loss.grad_fn)
             gradients: dict[str, Tensor] = {}
             if backward and root.requires_grad:
                 if trace is not None:
                     trace.in_backward = True
                 gradients = run_backward(self, root, given, microbatch, trace)
         self.slowest = max(self.slowest, time.monotonic() - started)
-        return Computed(loss.detach(), root.detach(), gradients, nodes)
+        return Computed(loss.detach(), root.detach(), gradients, nodes, graph)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         passes = self.run.scene.passes  # a window that the loader's end cut short is divided like the others

@@ -17,6 +17,7 @@ import torch
 
 from gradsentinel._version import __version__
 from gradsentinel.diagnosis.custom import FunctionCall
+from gradsentinel.diagnosis.lost import Lost
 from gradsentinel.diagnosis.operator import STANDARD, CannotRun, OperatorCall, find
 from gradsentinel.diagnosis.repro_template import PROGRAM
 from gradsentinel.diagnosis.stored_call import NAMED, VIEW
@@ -37,6 +38,8 @@ def write_program(
     folder: str,
     function: FunctionCall | None = None,
     function_state: Mapping[str, Any] | None = None,
+    lost: Lost | None = None,
+    lost_state: Mapping[str, Any] | None = None,
     allocation: bool = False,
 ) -> str:
     """Return the source of repro.py.
@@ -49,12 +52,15 @@ def write_program(
         folder: name of the archive beside the program that holds them.
         function: the custom autograd.Function around the operator, if there is one that can be imported.
         function_state: its arguments.
+        lost: the operator of a narrow type before it that lost what it stumbles over, if there is one.
+        lost_state: its arguments as `call_to_tree` returned them.
         allocation: True if the operator only hands out memory.
 
     Raises:
         CannotRun: if an argument has no form in Python.
     """
-    _, skeleton = flatten({"operator": state, "function": function_state}, copy_views=False)
+    whole = {"operator": state, "function": function_state, "lost": lost_state}
+    _, skeleton = flatten(whole, copy_views=False)
     operator = skeleton["operator"]
     operator_called = find(call.name)
     constants = {
@@ -74,6 +80,8 @@ def write_program(
         "FUNCTION": None if function is None else (function.module, function.qualname),
         "IN_SCRIPT": function is not None and function.in_script,
         "BACKWARD": function is not None and function.backward,
+        "AUTOCAST": [] if function is None else list(function.autocast),
+        "LOST": None if lost is None else (lost.call.name, lost.index, "Inf" if lost.overflow else "0"),
     }
     header = "\n".join(_comments(_header(incident, diagnosis, call, function, allocation=allocation)))
     values = "\n".join(f"{name} = {literal(value)}" for name, value in constants.items())
@@ -83,7 +91,11 @@ def write_program(
     else:
         given = skeleton["function"]
         more = f"{_lines(given['args'])}, {_code(given['grads'])}"
-    places = {"header": header, "values": values, "arguments": args, "function": more}
+    before = "[], {}"
+    if lost_state is not None:
+        given = skeleton["lost"]
+        before = f"{_lines(given['args'])}, {_code(given['kwargs'])}"
+    places = {"header": header, "values": values, "arguments": args, "function": more, "lost": before}
     # In one go: what is put in may look like a place itself.
     return re.sub(r"#@(\w+)@#", lambda place: places[place[1]], PROGRAM)
 

@@ -14,7 +14,7 @@ import argparse
 import importlib
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -31,6 +31,11 @@ def operator_arguments(saved, wanted, DEVICE):
 def function_arguments(saved, wanted, DEVICE):
     """What the custom autograd.Function was given, and the gradients of its outputs."""
     return #@function@#
+
+
+def lost_arguments(saved, wanted, DEVICE):
+    """What the operator of a narrow type was given that lost what the other one stumbles over."""
+    return #@lost@#
 
 
 def main():
@@ -50,6 +55,34 @@ def main():
         load_library(name)
 
     tensors = load_file(Path(__file__).resolve().parent / FOLDER / "state.safetensors")
+    saved, wanted = reader(tensors, device, dtype)
+    print(f"{TITLE}; torch {torch.__version__}, {device}" + (f", {options.dtype}" if dtype else ""))
+    if FUNCTION is not None:
+        function = find_function(options.modules)
+        if function is not None:
+            return report(run_function(function, *function_arguments(saved, wanted, device)), [], None)
+    args, kwargs = operator_arguments(saved, wanted, device)
+    if LOST is not None:
+        wide = reader(tensors, device, torch.float32)
+        if not run_lost(lost_arguments(saved, wanted, device), lost_arguments(*wide, device)):
+            print("NOT REPRODUCED: nothing is lost here")
+            return 1
+        print(f"{TITLE.partition(',')[0]}, later, of what came of it:")
+    operator = find_operator(OPERATOR)
+    if operator is None:
+        print(f"{OPERATOR} is not known here. Import the module that makes it: --import {SCRIPT or 'NAME'}")
+        return 2
+    inputs = leaves([args, kwargs])
+    inputs = [tensor.clone() for tensor in inputs] if WRITTEN else inputs  # it overwrites some of them
+    describe("input", inputs)
+    with memory_filled(FILL), torch.no_grad():
+        result = operator(*args, **kwargs)
+    outputs = leaves(result) or leaves([args[number] for number in WRITTEN])
+    return report(outputs, inputs, EXPECTED)
+
+
+def reader(tensors, device, dtype):
+    """Return what reads stored tensors and dtype arguments; floating ones in the dtype asked for, if any."""
 
     def saved(name, kind=None):
         """One stored tensor; what safetensors has no name for is stored as bits."""
@@ -63,23 +96,7 @@ def main():
         """A dtype argument, under --dtype the one asked for."""
         return dtype if dtype is not None and kind.is_floating_point else kind
 
-    print(f"{TITLE}; torch {torch.__version__}, {device}" + (f", {options.dtype}" if dtype else ""))
-    if FUNCTION is not None:
-        function = find_function(options.modules)
-        if function is not None:
-            return report(run_function(function, *function_arguments(saved, wanted, device)), [], None)
-    args, kwargs = operator_arguments(saved, wanted, device)
-    operator = find_operator()
-    if operator is None:
-        print(f"{OPERATOR} is not known here. Import the module that makes it: --import {SCRIPT or 'NAME'}")
-        return 2
-    inputs = leaves([args, kwargs])
-    inputs = [tensor.clone() for tensor in inputs] if WRITTEN else inputs  # it overwrites some of them
-    describe("input", inputs)
-    with memory_filled(FILL), torch.no_grad():
-        result = operator(*args, **kwargs)
-    outputs = leaves(result) or leaves([args[number] for number in WRITTEN])
-    return report(outputs, inputs, EXPECTED)
+    return saved, wanted
 
 
 # -- what is needed ------------------------------------------------------------------------------------
@@ -104,8 +121,8 @@ def is_here(device):
     return backend is not None and hasattr(backend, "is_available") and backend.is_available()
 
 
-def find_operator():
-    namespace, _, rest = OPERATOR.partition("::")
+def find_operator(full_name):
+    namespace, _, rest = full_name.partition("::")
     name, _, overload = rest.rpartition(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
@@ -127,13 +144,37 @@ def find_function(allowed):
     return found
 
 
+def run_lost(narrow, wide):
+    """Run the operator of a narrow type as it ran, and in float32; say if it still loses that element."""
+    name, index, was = LOST
+    print(f"{name.replace('::', '.')}, as it ran:")
+    operator = find_operator(name)
+    if operator is None:
+        print(f"  {name} is not known here")
+        return False
+    describe("input", leaves(list(narrow)))
+    with torch.no_grad():
+        output = leaves(operator(*narrow[0], **narrow[1]))[0]
+        try:
+            should = leaves(operator(*wide[0], **wide[1]))[0][index].item()
+        except (RuntimeError, TypeError):  # it has no form in float32
+            should = "?"
+    describe("output", [output])
+    now = output[index].item()
+    print(f"  output 0{list(index) if index else ''}: {was} then, {now} now, {should} in float32")
+    return should != now and (now == 0 if was == "0" else now - now != 0)
+
+
 def run_function(function, args, grads):
     print(f"{FUNCTION[1]}.apply, then its backward" if BACKWARD else f"{FUNCTION[1]}.apply")
     args = [value.requires_grad_() if trainable(value) else value for value in args]
     inputs = [value for value in args if torch.is_tensor(value) and value.requires_grad]
     describe("input", inputs)
     with memory_filled(FILL):
-        result = function.apply(*args)
+        with ExitStack() as stack:  # the operators inside run in the dtypes that they ran in
+            for kind, name in AUTOCAST:
+                stack.enter_context(torch.autocast(kind, getattr(torch, name)))
+            result = function.apply(*args)
         outputs = list(result) if isinstance(result, (list, tuple)) else [result]
         if BACKWARD:
             pairs = [(o, g) for o, g in zip(outputs, grads) if torch.is_tensor(o) and o.requires_grad]

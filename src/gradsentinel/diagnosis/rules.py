@@ -338,7 +338,7 @@ def _overflows(found: Findings) -> bool:
     at_zero = found.name in _SINGULAR_AT_ZERO and any(operand.zeros for operand in found.operands)
     largest = max((o.largest for o in found.operands if not math.isnan(o.low)), default=0.0)
     large = largest > _LARGE or found.name in _GROWS_FAST or found.half is not None
-    return found.origin.badness.inf and not at_zero and large
+    return found.overflowed and not at_zero and large
 
 
 def _dtype(found: Findings) -> str:

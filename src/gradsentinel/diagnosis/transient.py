@@ -285,6 +285,11 @@ def came_back(incident: Incident, earlier: Sequence[Incident]) -> bool:
 def less_sure(diagnosis: Diagnosis) -> Diagnosis:
     """Return the diagnosis of what comes back at the same place: no accident."""
     fact = "it came back in the same parameters: a device does not fail so regularly"
+    return not_sure(diagnosis, fact)
+
+
+def not_sure(diagnosis: Diagnosis, fact: str) -> Diagnosis:
+    """Return an honest "unknown" for a device that is suspect, and the fact that speaks for another cause."""
     before = (text for text in diagnosis.evidence if text != _CLEAN)
     return _answer("unknown", 0.3, fact, *before, remedy=_LIKE_THE_LOOP)
 

@@ -35,7 +35,7 @@ def explain_update(evidence: Evidence, run: Run) -> Evidence:
             return _with_setting(evidence, run, found, name, members)
     rehearsed = _rehearse(members, run)
     if rehearsed is None:
-        return evidence
+        return _without_eps(evidence, members) or _by_nobody_known(evidence, members)
     name, rehearsal = rehearsed
     where = f"{name}:{rehearsal.key}" if rehearsal.key else name
     return replace(
@@ -80,6 +80,50 @@ def _with_setting(
             evidence=facts,
             remedy=(remedy,),
         ),
+    )
+
+
+def _without_eps(evidence: Evidence, members: Sequence[_Member]) -> Evidence | None:
+    """Look whether an `eps` that was 0 for a step, and is not now, makes bad the very elements that are."""
+    for name, parameter, group, optimizer in members[:_REHEARSED]:
+        eps = group.get("eps")
+        if not isinstance(eps, (int, float)):
+            continue
+        found = rehearse(optimizer, parameter, {**group, "eps": 0.0}, exact=True)
+        if found is None:
+            continue
+        fact = (
+            f"with an eps of 0 the optimizer makes just those elements of {name} non-finite that are; eps is "
+            f"{eps:g} now: something has set it for a step"
+        )
+        return replace(
+            evidence,
+            diagnosis=Diagnosis(
+                cause="optimizer",
+                confidence=0.7,
+                phase="optimizer",
+                module=name.rpartition(".")[0],
+                op=found.event.op,
+                source=_source(found),
+                evidence=(fact, f"{name}: {found}"),
+                remedy=("find what sets eps: a scheduler, a hook, a loaded optimizer state",),
+            ),
+        )
+    return None
+
+
+def _by_nobody_known(evidence: Evidence, members: Sequence[_Member]) -> Evidence:
+    """Say that the optimizer's arithmetic was tried; if nothing better is known."""
+    known = evidence.diagnosis
+    if known is None or known.evidence or not members:
+        return evidence
+    fact = (
+        "no setting of the optimizer, and no operator of its step as far as it can be run again, makes it so"
+    )
+    fix = f"look at code of the loop that writes to {members[0][0]}, or to its gradient after it was checked"
+    return replace(
+        evidence,
+        diagnosis=replace(known, evidence=(fact,), remedy=tuple(dict.fromkeys((*known.remedy, fix)))),
     )
 
 

@@ -17,6 +17,7 @@ from gradsentinel.integrations.bare import LoopSentinel
 from gradsentinel.integrations.engine import Engine
 from gradsentinel.integrations.host import FrameworkHost, raw
 from gradsentinel.integrations.settings import RunSettings
+from gradsentinel.integrations.state_check import check_own
 from gradsentinel.integrations.wraps import Wraps, is_wrapped
 
 
@@ -72,6 +73,14 @@ class LoopDriver:
         def save(*args: Any, **kwargs: Any) -> Any:
             self.engine.check_state()
             return plain(*args, **kwargs)
+
+        return save
+
+    def checked_own(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that may be called on one rank alone, with a look at that rank's state before."""
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs) if check_own(self.engine) else None
 
         return save
 

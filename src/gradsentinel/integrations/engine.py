@@ -95,10 +95,10 @@ class Engine:
         run.model, run.forward, run.diagnosis_budget = model, forward, settings.diagnosis_budget
         run.course.by_steps = by_steps
         run.has_resume = False
-        self._state_check = StateCheck()
+        self.state_check = StateCheck()
         self.watch = Watch(
             run,
-            [*with_defaults(given, host.device), self._state_check],
+            [*with_defaults(given, host.device), self.state_check],
             examiners=default_examiners(),
             diagnosers=default_diagnosers(),
         )
@@ -311,8 +311,8 @@ class Engine:
         if self.judged is None or not self.judged.waiting:  # else the optimizer has yet to run
             self.finish()
             self.held.put_back()
-        finding = self._state_check.look(self.run)
-        self.watch.file(self.watch.bus.file(self._state_check, finding, self.run.step))
+        finding = self.state_check.look(self.run)
+        self.watch.file(self.watch.bus.file(self.state_check, finding, self.run.step))
         try:
             self.watch.settle_pending()
         except TrainingAborted as error:

@@ -19,6 +19,13 @@ def is_wrapped(owner: Any, name: str) -> bool:
     return isinstance(found, Wraps) and found.active
 
 
+def take_off(owner: Any, name: str) -> None:
+    """Undo the wraps around a method of this object, if there are any, with all that came with them."""
+    found = getattr(vars(owner).get(name), _MARK, None)
+    if isinstance(found, Wraps):
+        found.undo()
+
+
 class Wraps:
     """Wraps around methods of instances; classes and modules stay as they are."""
 

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from gradsentinel.incident import Incident
+from gradsentinel.views.phrases import said
 from gradsentinel.views.run_files import RunFiles
 from gradsentinel.views.words import pick
 
@@ -35,10 +36,9 @@ def ranks(run: RunFiles, incident: Incident, lang: str) -> dict[str, Any]:
     ]
     cells = [_cell(rank, places.get(rank, {}), hot=rank in concerned) for rank in shown[:_MOST_CELLS]]
     cells.sort(key=lambda cell: cell["rank"])
+    message = said(incident.message, lang)
     for cell in [cell for cell in cells if cell["hot"]][:_MOST_REASONS]:
-        cell["why"] = pick(
-            lang, f"it is about this rank: {incident.message}", f"涉及该 rank：{incident.message}"
-        )
+        cell["why"] = pick(lang, f"it is about this rank: {incident.message}", f"涉及该 rank：{message}")
     return {"axes": _axes(cells), "cells": cells, "total": total}
 
 

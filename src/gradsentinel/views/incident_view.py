@@ -6,6 +6,7 @@ from typing import Any
 
 from gradsentinel.incident import Incident, jsonable
 from gradsentinel.views import heat, layers, next_steps, spread, story
+from gradsentinel.views.phrases import all_said, said
 from gradsentinel.views.run_files import RunFiles
 from gradsentinel.views.words import word
 
@@ -29,8 +30,8 @@ def incident_page(run: RunFiles, name: str, lang: str) -> dict[str, Any]:
         "row": _row(run, found, lang),
         "place": run.place_of(found),
         "story": story.sentences(found, lang),
-        "evidence": [] if diagnosis is None else list(diagnosis.evidence),
-        "todo": [] if diagnosis is None else list(diagnosis.remedy),
+        "evidence": [] if diagnosis is None else all_said(diagnosis.evidence, lang),
+        "todo": [] if diagnosis is None else all_said(diagnosis.remedy, lang),
         "cause_label": word("cause", "unknown" if diagnosis is None else diagnosis.cause, lang),
         "heat": {"ranks": heat.ranks(run, found, lang), "layers": layers.layers(run, folder, found, lang)},
         "spread": spread.path(found),
@@ -62,12 +63,12 @@ def _row(run: RunFiles, incident: Incident, lang: str) -> dict[str, Any]:
         "cause": cause,
         "cause_label": word("cause", cause, lang),
         "confidence": 0.0 if diagnosis is None else diagnosis.confidence,
-        "where": incident.where,
+        "where": said(incident.where, lang),
         "who": incident.who if incident.ranks else "",
         "action": incident.action.label,
         "outcome": str(incident.outcome),
         "outcome_label": word("outcome", incident.outcome, lang),
-        "message": incident.message,
+        "message": said(incident.message, lang),
         "seconds": sum(incident.seconds.values()),
     }
     found: dict[str, Any] = jsonable(row)

@@ -123,7 +123,7 @@ def _incident(data: dict[str, Any], row: dict[str, Any], words: Strings) -> Iter
     state = (words.label("severity", incident["severity"]), words.label("outcome", incident["outcome"]))
     yield f"**{' · '.join(plain(one) for one in state)}** · {code(incident['id'])}"
     yield ""
-    yield plain(incident["message"])
+    yield plain(row["message"])
     yield ""
     yield f"### {words('incident.todo')}"
     yield ""

@@ -104,7 +104,7 @@ def headline(run: RunFiles, incidents: Sequence[Incident], lost: int, lang: str)
     how = word("state", state, lang)
     attempted = run.history.attempted
     counts = Counter(cause_of(incident) for incident in incidents)
-    causes = ", ".join(
+    causes = pick(lang, ", ", "、").join(
         f"{word('cause', cause, lang)} {count}"
         for cause, count in counts.most_common(3)
         if cause != "unknown"

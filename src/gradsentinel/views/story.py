@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradsentinel.incident import Incident
+from gradsentinel.incident import Incident, Outcome
+from gradsentinel.views.phrases import said
 from gradsentinel.views.words import pick, word
 from gradsentinel.wording import duration
 
@@ -12,21 +13,27 @@ _SECONDS = {
     "recover": ("to recover", "恢复"),
 }
 
+_SAID_ALREADY = {
+    Outcome.SKIPPED: ("step dropped, ", "已丢弃该步，"),
+    Outcome.ABORTED: ("stopped: ", "已停止："),
+}
+"""How the sentence of a recovery begins where its outcome has just been named."""
+
 
 def sentences(incident: Incident, lang: str) -> list[str]:
     """Return what happened, where, why, and what was done about it.
 
-    What detectors, diagnosis and recovery wrote is quoted as it is.
+    What detectors, diagnosis and recovery wrote is put into Chinese as far as there is a wording of it.
     """
     found = [_seen(incident, lang), _place(incident, lang), _cause(incident, lang), _done(incident, lang)]
-    found += list(incident.notes)
+    found += [_also(note, lang) for note in incident.notes]
     found.append(_cost(incident, lang))
     return [sentence for sentence in found if sentence]
 
 
 def _seen(incident: Incident, lang: str) -> str:
     kind, who = word("kind", incident.kind, lang), incident.detector
-    message = incident.message.rstrip(".")
+    message = said(incident.message.rstrip("."), lang)
     english = f"At step {incident.step} {who or 'a detector'} found: {message}."
     chinese = f"第 {incident.step} 步，{who or '检测器'} 发现{kind}：{message}。"
     return pick(lang, english, chinese)
@@ -68,15 +75,25 @@ def _cause(incident: Incident, lang: str) -> str:
     return pick(lang, f"{english}.", f"{chinese}。")
 
 
+def _also(note: str, lang: str) -> str:
+    text = said(note, lang).rstrip(".。")
+    begins = note[:1].isupper()  # a sentence of its own
+    return pick(
+        lang, f"{text}." if begins else f"Also: {text}.", f"{text}。" if begins else f"另外：{text}。"
+    )
+
+
 def _done(incident: Incident, lang: str) -> str:
     outcome = word("outcome", incident.outcome, lang)
-    how = incident.recovery.rstrip(".")
+    how = said(incident.recovery.rstrip("."), lang)
     english = (
         f"GradSentinel {outcome}"
         if outcome.split()[0] in {"dropped", "went", "stopped"}
         else f"It was {outcome}"
     )
     chinese = f"处理：{outcome}"
+    for head in _SAID_ALREADY.get(incident.outcome, ()):
+        how = how.removeprefix(head)
     return pick(lang, f"{english}{f': {how}' if how else ''}.", f"{chinese}{f'：{how}' if how else ''}。")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ class Injector:
                 self._module(fault).register_forward_hook(
                     lambda _m, _i, output, fault=fault: self._in_forward(output, fault)
                 )
+            elif fault.when == "product":
+                self._spoil_products(self._module(fault), fault)
             elif fault.when == "operator":
                 module = self._module(fault)
                 module.activation_func = self._wrong(module.activation_func, fault)
@@ -73,6 +76,21 @@ class Injector:
             return torch.sqrt(made * 0.0 if fault.value == 0.0 else made - 100.0)
 
         return activation
+
+    def _spoil_products(self, module: Any, fault: Fault) -> None:
+        """Put the fault into what a linear layer multiplies; this process ends with the training."""
+        from megatron.core.tensor_parallel import layers  # noqa: PLC0415 - only where Megatron is
+
+        name = "linear_with_grad_accumulation_and_async_allreduce"
+        plain = getattr(layers, name)
+
+        @functools.wraps(plain)  # it keeps a mark of its own there
+        def multiply(*args: Any, **kwargs: Any) -> Tensor:
+            made: Tensor = plain(*args, **kwargs)
+            weight = kwargs["weight"] if "weight" in kwargs else args[1]
+            return _spoiled(made, fault) if weight is module.weight and self._strikes(fault) else made
+
+        setattr(layers, name, multiply)
 
     def read(self, batch: dict[str, Tensor], number: int) -> None:
         """Spoil a batch as it is read, if that is a fault of it."""

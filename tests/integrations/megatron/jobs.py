@@ -16,7 +16,7 @@ from gradsentinel import AfterBackward, AfterStep, Batch, BeforeClip, StepStart,
 from gradsentinel.devices.cpu import Cpu
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations import megatron
-from gradsentinel.integrations.megatron.options import make_callbacks
+from gradsentinel.integrations.megatron.by_name import make_callbacks
 from gradsentinel.testing import swallowed
 
 __all__ = ["keep_contract", "refused", "restart", "saturating", "train", "warned"]
@@ -124,7 +124,8 @@ def _objects(training: Training) -> list[Any]:
         for module in chunk.modules()
     ]
     drawn = [type(iterator.iterable).__name__ for iterator in training.data]
-    return [own, hooks, drawn, [chunk.ddp_config.check_for_nan_in_grad for chunk in training.model]]
+    products = ["_forward_impl" in vars(module) for chunk in training.model for module in chunk.modules()]
+    return [own, hooks, drawn, products, [chunk.ddp_config.check_for_nan_in_grad for chunk in training.model]]
 
 
 def _place() -> dict[str, int]:

@@ -42,7 +42,8 @@ class Fault:
     """Part of its name on that rank; of a module for `forward`."""
     when: str = "before"
     """before: in the gradient of a micro-batch; after: in the reduced gradient; forward: in the output of the
-    module whose name ends with that; operator: the activation function of such an MLP takes a root, of zeros
+    module whose name ends with that; product: in what such a linear layer multiplies, before the ranks add it
+    up; operator: the activation function of such an MLP takes a root, of zeros
     if `value` is 0, else of negative numbers; overflow: the output of such a module is scaled by `value`;
     input: in the batch, what is read."""
     value: float = float("nan")

@@ -1,6 +1,7 @@
 """The launcher: a script that knows nothing of it runs as it is, watched."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,8 +12,9 @@ import pytest
 
 from gradsentinel import NanCallback, Retry, Rollback
 from gradsentinel.errors import ConfigurationError
+from gradsentinel.integrations.megatron.by_name import make_callbacks
 from gradsentinel.integrations.megatron.launch import Launch, main
-from gradsentinel.integrations.megatron.options import MODULES, make_callbacks, parse
+from gradsentinel.integrations.megatron.options import MODULES, parse
 from gradsentinel.store import RunDirectory
 
 HERE = Path(__file__).resolve().parent
@@ -92,7 +94,13 @@ def test_callbacks_are_named_with_literal_arguments():
         ("Nothing", "no callback is 'Nothing'"),
         ("NanCallback(", "no list of callbacks"),
         ("Retry(1)", "needs the names of its arguments"),
-        ("Retry(attempt=1)", "unexpected keyword"),
+        ("Retry(attempt=1)", "Retry has no field 'attempt'; did you mean attempts?"),
+        ("Retry(attempts=1, attempts=2)", "says attempts twice"),
+        ("Retry(**{'attempts': 1})", "needs the names of its arguments"),
+        ("Retry(attempts='1')", "attempts='1' must be a whole number"),
+        ("Retri", "no callback is 'Retri'; did you mean Retry?"),
+        ("NanCallback] + [Retry", "is no list of callbacks"),
+        ("Nan\0Callback", "is no list of callbacks"),
         ("Retry(attempts=0)", "attempts at least 1"),
         ("Retry(attempts=open('x'))", "malformed node"),
         ("__import__('os').abort()", "no callback is"),
@@ -149,9 +157,9 @@ def test_a_script_runs_as_it_is_and_a_fault_leaves_no_trace(tmp_path):
 @pytest.mark.slow
 @pytest.mark.xdist_group("megatron")
 def test_a_persistent_fault_is_skipped_by_the_script_itself(tmp_path):
-    skipped = launch(
-        tmp_path, "--gs-run-dir", "here", "--gs-callbacks", "NanCallback", "--fault", "--persistent"
-    )
+    said = {"run_dir": "here", "callbacks": {"NanCallback": {}}, "module": ["nothing.there"]}
+    (tmp_path / "gs.json").write_text(json.dumps(said))
+    skipped = launch(tmp_path, "--gs-config", "gs.json", "--fault", "--persistent")
     assert "skipped [2]" in skipped
     [incident] = RunDirectory(tmp_path / "here").read_incidents()
     assert (incident.step, incident.outcome) == (2, "skipped")

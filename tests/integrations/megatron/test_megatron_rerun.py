@@ -3,9 +3,14 @@
 import pytest
 from layouts import LAYOUTS, Fault, replace
 from outcomes import Expected, check_cured, check_incidents, check_untouched, differences
-from results import outcome
+from results import outcome, release
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("megatron"), pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.xdist_group("megatron"),
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(release() < (0, 11), reason="the machine of 0.10 ends this loop, watched or not"),
+]
 
 CALLBACKS = "NanCallback, Retry, Rollback(every=2, confirm_after=1)"
 MODES = ["validate_results", pytest.param("report_determinism_stats", marks=pytest.mark.slow)]

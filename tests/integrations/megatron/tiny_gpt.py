@@ -21,8 +21,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -42,6 +41,10 @@ VOCABULARY, LENGTH, WIDTH = 64, 16, 32
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # missing without Transformer Engine
+for _name in ("TEColumnParallelGroupedLinear", "TEColumnParallelLinear", "TERowParallelLinear"):
+    setattr(gpt_layer_specs, _name, getattr(gpt_layer_specs, _name, None))  # likewise, asked for by 0.10
+KNOWS_OVERLAP = "overlap_param_gather" in inspect.signature(OptimizerConfig).parameters
+"""False up to 0.10: there it is a matter of DistributedDataParallel alone."""
 
 
 class _SequenceParallelNorm(nn.LayerNorm):
@@ -121,7 +124,7 @@ def _config(layout: Layout) -> TransformerConfig:
 
 def _chunk(layout: Layout, config: TransformerConfig, stage: int | None) -> nn.Module:
     where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
-    spec = get_gpt_layer_local_spec(num_experts=layout.experts or None)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=layout.experts or None)
     if layout.sequence_parallel:
         transformer_block.LayerNormImpl = _SequenceParallelNorm
         for name in ("input_layernorm", "pre_mlp_layernorm"):
@@ -196,7 +199,7 @@ class Training:
                 use_distributed_optimizer=layout.distributed,
                 clip_grad=layout.clip,
                 **(scaling if layout.precision == "fp16" else {}),
-                **({"overlap_param_gather": True} if sharded_overlap else {}),  # 0.10 does not know it
+                **({"overlap_param_gather": True} if sharded_overlap and KNOWS_OVERLAP else {}),
             ),
             self.model,
         )
@@ -276,7 +279,8 @@ class Training:
                     tolerance=0.0,
                     fatal=False,
                 )
-            return mean, {"lm loss": mean.detach().clone()}
+            # A fresh one, as in Megatron-LM: 0.10 divides it in place, and the machine keeps what it saw.
+            return mean.clone(), {"lm loss": mean.detach().clone()}
 
         return output, loss
 

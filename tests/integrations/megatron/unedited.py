@@ -4,7 +4,8 @@
 
 Four trainings of a few iterations: as it is; watched and healthy; with a transient fault; with one that
 comes back. The first three must end with the same weights, bit for bit; the last one skips one iteration. The
-fault is a NaN in one gradient of the last rank. Megatron-LM needs einops, regex, six and tqdm.
+fault is a NaN in one gradient of the last rank. Megatron-LM needs einops, regex, six and tqdm, and to build
+its reader of datasets once, pybind11, make and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ LAYOUTS = {
 }
 """Number of ranks, and what pretrain_gpt.py is told beyond the rest."""
 REST = """
---mock-data --tokenizer-type NullTokenizer --vocab-size 64 --transformer-impl local --distributed-backend gloo
---use-cpu-initialization --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
---max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3
+--mock-data --tokenizer-type NullTokenizer --vocab-size 4224 --transformer-impl local
+--distributed-backend gloo --use-cpu-initialization --num-layers 4 --hidden-size 32
+--num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3
 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 100 --eval-iters 0
 --eval-interval 1000 --log-interval 1 --no-gradient-accumulation-fusion --no-masked-softmax-fusion
 --no-bias-gelu-fusion
@@ -172,7 +174,7 @@ class Experiment:
             if watched:
                 from gradsentinel.integrations.megatron.launch import main
 
-                main(["--gs-run-dir", str(folder), "--gs-callbacks", "NanCallback, Retry", *words])
+                main([*self._options(folder), *words])
             else:
                 sys.argv = words
                 sys.path.insert(0, str(self._script.parent))
@@ -187,6 +189,14 @@ class Experiment:
             "skipped": sum(map(int, told)),
             "iterations": self.iteration + 1,
         }
+
+    def _options(self, folder: Path) -> list[str]:
+        """The launcher's options: those of a healthy run on the line, of one with a fault in a file."""
+        if not self._fault:
+            return ["--gs-run-dir", str(folder), "--gs-callbacks", "NanCallback, Retry"]
+        file = folder.with_name(f"{folder.name}-{os.environ['RANK']}.json")
+        file.write_text(json.dumps({"run_dir": str(folder), "callbacks": {"NanCallback": {}, "Retry": {}}}))
+        return ["--gs-config", str(file)]
 
     def _injecting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -259,6 +269,9 @@ def train(script: Path, layout: str, how: str, folder: Path) -> tuple[list[dict[
     found = dict(queue.get(timeout=300) for _ in ranks)
     for process in ranks:
         process.join(timeout=30)
+    failed = {rank: result["failed"] for rank, result in sorted(found.items()) if "failed" in result}
+    if failed:
+        raise SystemExit(f"{layout} {how}: {failed}")
     files = sorted((folder / "incidents").glob("*/incident.json"))
     return [found[rank] for rank in range(world)], [json.loads(file.read_text()) for file in files]
 
@@ -303,6 +316,7 @@ def main() -> None:
     sys.path[:0] = [str(given.megatron.resolve())]
     if given.path is not None:
         sys.path.append(str(given.path))
+        os.environ["PYTHONPATH"] = str(given.path.resolve())  # for the make that Megatron-LM starts
     prepare()
     import torch
 

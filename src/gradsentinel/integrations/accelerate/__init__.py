@@ -107,4 +107,5 @@ def prepare(
         save=save,
     )
     driver.wraps.wrap(accelerator, "save_state", driver.checked)
+    driver.wraps.wrap(accelerator, "save_model", driver.checked_own)
     return sentinel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from gradsentinel.callback import Callback
@@ -29,7 +29,13 @@ class SentinelCallback(Native, Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._unused()
+
+    def _unused(self) -> None:
         self._session: Session | None = None
+        """The run, if this is the callback that drives it."""
+        self._watched: Session | None = None
+        """The run, for every callback of it; perhaps one that is over."""
 
     # -- the Trainer's events -------------------------------------------------------------------------
 
@@ -40,10 +46,13 @@ class SentinelCallback(Native, Base):
         trainer, checkpoint = _calling_trainer(self)
         natives = [one for one in trainer.callback_handler.callbacks if isinstance(one, SentinelCallback)]
         if natives[0] is self:
+            _refuse_shared(trainer, natives)
             before, self._session = self._session, None
             state = None if before is None else before.leave(None)
             earlier = state if before is not None and before.model is trainer.model else None
             self._session = Session(trainer, natives, kwargs.get("train_dataloader"), checkpoint, earlier)
+            for one in natives:
+                one._watched = self._session
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take note of the epoch."""
@@ -83,6 +92,28 @@ def _calling_trainer(callback: Any) -> tuple[Any, Any]:
     )
 
 
+def _refuse_shared(trainer: Any, natives: Sequence[SentinelCallback]) -> None:
+    """Raise ConfigurationError if one of these callbacks is at work for another Trainer at this moment."""
+    for one in natives:
+        run = one._watched
+        if run is not None and not run.over and run.trainer is not trainer and _trains_now(run.trainer):
+            raise ConfigurationError(
+                f"this {type(one).__name__} is watching another Trainer that is training: give each Trainer "
+                "callbacks of its own"
+            )
+
+
+def _trains_now(trainer: Any) -> bool:
+    """Return True if some thread is in the `train` of this Trainer, which has no mark of that itself."""
+    for innermost in sys._current_frames().values():
+        frame = innermost
+        while frame is not None:
+            if frame.f_code.co_name == "train" and frame.f_locals.get("self") is trainer:
+                return True
+            frame = frame.f_back  # type: ignore[assignment] # None at the end
+    return False
+
+
 def native(kind: Callable[P, C]) -> Callable[P, SentinelCallback]:
     """Return the Trainer callback class that carries callbacks of this kind; takes the same arguments."""
     return native_class(kind, SentinelCallback, HOME)  # type: ignore[arg-type] # a class is what is called here
@@ -95,5 +126,5 @@ def adapt(callback: Callback) -> SentinelCallback:
         ConfigurationError: if it is no GradSentinel callback, or could never be called as meant.
     """
     carried = carry(callback, SentinelCallback, HOME)
-    carried._session = None
+    carried._unused()
     return carried

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from gradsentinel.integrations.host import FrameworkHost, raw
 from gradsentinel.integrations.huggingface.running_loss import RunningLoss
 from gradsentinel.integrations.loaders import draw_through
 from gradsentinel.integrations.natives import Native
+from gradsentinel.integrations.state_check import check_own, may_end_badly
+from gradsentinel.integrations.wraps import Wraps, take_off
 from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
 from gradsentinel.state.tree import UnsupportedStateError, map_tensors
 from gradsentinel.store import unused
@@ -41,17 +44,23 @@ class Session:
         earlier: Mapping[str, Any] | None,
     ) -> None:
         check_accelerator(trainer.accelerator)
-        self._trainer = trainer
+        self.trainer = self._trainer = trainer
+        take_off(trainer, "save_model")  # of a run that ended badly
         self.model = trainer.model
         """What is trained; another one is another run."""
         self._written: set[Path] = set()
         """The checkpoints that are of this run."""
         self._items: Any = None
         self._number = 0
+        """So many batches this epoch has given."""
+        self._left_out = 0
+        """So many it had left out when the checkpoint was written that the run goes on from."""
         self._epoch = 0
         self._reported = 0
         self._step = trainer.training_step
         self._save_checkpoint = trainer._save_checkpoint
+        self._saving = False
+        """True while a checkpoint is written, for which the state was looked at."""
         self._driver = AcceleratorDriver(trainer.accelerator, [trainer.optimizer])
         scheduler = trainer.lr_scheduler
         host = FrameworkHost(
@@ -78,10 +87,19 @@ class Session:
         self._sampler = draw_through(loader, wraps)
         wraps.wrap(trainer, "training_step", self._around_training_step)
         wraps.wrap(trainer, "_save_checkpoint", self._around_save)
+        wraps.wrap(trainer, "save_model", self._around_save_model)
         wraps.wrap(trainer, "get_batch_samples", self._around_samples)
-        if hasattr(trainer, "_run_epoch"):  # whatever is raised in there ends the run
+        # Whatever is raised in there ends the run.
+        for owner, name in _around_everything(trainer, natives[0]):
+            wraps.wrap(owner, name, self._around_part)
+        if hasattr(trainer, "_run_epoch"):
             wraps.wrap(trainer, "_run_epoch", self._around_epoch)
         self._state: Mapping[str, Any] | None = None
+
+    @property
+    def over(self) -> bool:
+        """True when the run has ended."""
+        return self._state is not None
 
     # -- what the events call -------------------------------------------------------------------------
 
@@ -97,11 +115,7 @@ class Session:
 
         The Trainer's own line says what the steps came to.
         """
-        judged = self.engine.judged
-        if judged is not None and not judged.decision.apply:
-            self._loss_sum.dropped(judged.decision.loss)
-        elif judged is not None and judged.decision.recomputed:
-            self._loss_sum.healed(len(self.engine.run.scene.microbatches))
+        self._settle_loss()
         self.engine.finish()
         decision = self.engine.decision
         incidents = self.engine.run.incidents
@@ -118,6 +132,14 @@ class Session:
         self._trainer.log(logs)
         self._trainer.control.should_log = wanted  # logging has taken it back, and the Trainer has yet to log
 
+    def _settle_loss(self) -> None:
+        """Have the Trainer's sum say what the step came to; a second time changes nothing."""
+        judged = self.engine.judged
+        if judged is not None and not judged.decision.apply:
+            self._loss_sum.dropped(judged.decision.loss)
+        elif judged is not None and judged.decision.recomputed:
+            self._loss_sum.healed(len(self.engine.run.scene.microbatches))
+
     def save_beside_checkpoint(self, step: int) -> None:
         """Write what the run has to remember into the Trainer's checkpoint; a failure is logged."""
         folder = Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
@@ -128,15 +150,22 @@ class Session:
         if path.exists():
             path = unused(folder, path.name)
         try:
-            write_archive(path, self.engine.state_dict(), {"step": run.step}, kind=_KIND)
+            left_out = max(0, run.data["batch"] - self._number)
+            about = {"step": run.step, "left_out": left_out}
+            write_archive(path, self.engine.state_dict(), about, kind=_KIND)
         except (OSError, UnsupportedStateError, TypeError, ValueError) as error:
             logger.error("what the callbacks remember is not in %s: %s", folder, error)  # noqa: TRY400
 
     def leave(self, error: BaseException | None) -> Mapping[str, Any]:
-        """End the run once, take everything off again, and return what it has to remember."""
+        """End the run once, take everything off again, and return what it has to remember.
+
+        A bad model that an exception leaves behind is not saved by `save_model` afterwards either.
+        """
         if self._state is None:
             self._driver.wraps.undo()
             self._state = self.engine.state_dict()
+            if error is not None and may_end_badly(self.engine.run, error):
+                Wraps().wrap(self._trainer, "save_model", self._around_late_save)
             self.engine.close(error)
         return self._state
 
@@ -176,22 +205,73 @@ class Session:
 
     def _around_epoch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def _run_epoch(*args: Any, **kwargs: Any) -> Any:
+            self._pass_over(kwargs)
+            return plain(*args, **kwargs)
+
+        return _run_epoch
+
+    def _around_part(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def part(*args: Any, **kwargs: Any) -> Any:
             try:
                 return plain(*args, **kwargs)
             except BaseException as error:
                 self.leave(error)
                 raise
 
-        return _run_epoch
+        return part
+
+    def _pass_over(self, told: Mapping[str, Any]) -> None:
+        """Have an epoch go on where a checkpoint was written in its midst.
+
+        The Trainer draws as many batches as the epoch had given by then and passes over them. One of them may
+        be on the run's list by now; were it left out, the next good one would be passed over in its place.
+        """
+        given = told.get("steps_trained_in_current_epoch") or 0
+        here = (
+            told.get("epoch") == told.get("epochs_trained") and told.get("resume_from_checkpoint") is not None
+        )
+        if not given or not here or self._trainer.args.ignore_data_skip:
+            return
+        data = self.engine.run.data
+        left_out = self._left_out if data["epoch"] == told["epoch"] else 0
+        self._number = given
+        if self._sampler is not None:
+            self._sampler.start_at(given + left_out, given=given)
 
     def _around_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def _save_checkpoint(*args: Any, **kwargs: Any) -> Any:
             self.engine.check_state()
-            written = plain(*args, **kwargs)
+            with self._known():
+                written = plain(*args, **kwargs)
             self._written.add(self._folder().resolve())
             return written
 
         return _save_checkpoint
+
+    def _around_save_model(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def save_model(*args: Any, **kwargs: Any) -> None:
+            if not self._saving:
+                self._settle_loss()  # before the look ends the step
+            if self._saving or check_own(self.engine):
+                plain(*args, **kwargs)
+
+        return save_model
+
+    def _around_late_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def save_model(*args: Any, **kwargs: Any) -> None:
+            if self._trainer.model is not self.model or self.engine.may_save():
+                plain(*args, **kwargs)
+
+        return save_model
+
+    @contextmanager
+    def _known(self) -> Iterator[None]:
+        """Have the Trainer write its model without a further look at the state."""
+        before, self._saving = self._saving, True
+        try:
+            yield
+        finally:
+            self._saving = before
 
     # -- what the engine calls ------------------------------------------------------------------------
 
@@ -220,7 +300,8 @@ class Session:
             folder.rename(aside)
             logger.warning("%s is of an earlier run, and is now %s", folder, aside.name)
         self.engine.run.consensus.all_of(True)
-        self._save_checkpoint(trainer.model, trial=None)
+        with self._known():
+            self._save_checkpoint(trainer.model, trial=None)
         self.save_beside_checkpoint(trainer.state.global_step)
         return str(folder)
 
@@ -242,15 +323,28 @@ class Session:
             )
             return None
         try:
-            state, _ = read_archive(path, kind=_KIND)
+            state, about = read_archive(path, kind=_KIND)
         except ArchiveError as error:
             logger.error("what the callbacks remembered is lost: %s", error)  # noqa: TRY400
             return None
+        self._left_out = int(about.get("left_out", 0))
         return dict(state)
 
 
 _COUNTED = ("_metrics", "_total_train_tokens")
 """What trl's trainers count in their loss."""
+
+
+def _around_everything(trainer: Any, leader: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the methods in which the rest of a training happens, whose own method is running already."""
+    for name in ("_run_epoch", "_evaluate"):
+        if hasattr(trainer, name):
+            yield trainer, name
+    handler = trainer.callback_handler
+    if hasattr(handler, "call_event"):
+        yield handler, "call_event"
+    for later in handler.callbacks[handler.callbacks.index(leader) + 1 :]:
+        yield later, "on_train_begin"
 
 
 def _share_writer(trainer: Any, callbacks: Sequence[Any]) -> None:

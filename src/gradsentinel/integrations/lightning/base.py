@@ -13,7 +13,7 @@ from gradsentinel.callback import Callback
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.natives import Native, carry, names_of, native_class
 from gradsentinel.integrations.versions import check, require
-from gradsentinel.integrations.wraps import Wraps
+from gradsentinel.integrations.wraps import Wraps, take_off
 
 if TYPE_CHECKING:
     from gradsentinel.integrations.lightning.session import Session
@@ -90,6 +90,8 @@ class SentinelCallback(Native, Base):
         """Learn which one of its kind it is."""
         if not isinstance(self, SentinelCallback):  # a class, of which this is called as a function
             raise _class_given(self)
+        if stage == "fit":
+            self._refuse_shared(trainer)
         natives = _natives(trainer)
         self._key = f"gradsentinel.{names_of(natives)[natives.index(self)]}"
 
@@ -99,6 +101,7 @@ class SentinelCallback(Native, Base):
             from gradsentinel.integrations.lightning.session import begin_early  # noqa: PLC0415 - likewise
 
             self._let_go()
+            take_off(trainer, "save_checkpoint")  # of a fit that ended badly
             self._early = begin_early(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -172,7 +175,7 @@ class SentinelCallback(Native, Base):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: Any = None) -> None:
         """End the run by somebody's exception, which goes on its way unchanged."""
-        if isinstance(self, SentinelCallback):
+        if isinstance(self, SentinelCallback) and not self._belongs_elsewhere(trainer):
             self._end(trainer, pl_module, exception)
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,6 +215,19 @@ class SentinelCallback(Native, Base):
                 "the checkpoint was written without GradSentinel: its step counters, budgets and histories "
                 "begin anew"
             )
+
+    def _belongs_elsewhere(self, trainer: Any) -> bool:
+        return self._watched is not None and self._watched.trainer is not trainer
+
+    def _refuse_shared(self, trainer: Any) -> None:
+        """Raise ConfigurationError if this is at work for another Trainer at this moment."""
+        if self._watched is not None and self._belongs_elsewhere(trainer):
+            state = self._watched.trainer.state
+            if getattr(state.status, "value", state.status) == "running":
+                raise ConfigurationError(
+                    f"this {type(self).__name__} is watching another Trainer that is training: give each "
+                    "Trainer callbacks of its own"
+                )
 
     def _let_go(self) -> None:
         """Undo what was done for a run that never began."""

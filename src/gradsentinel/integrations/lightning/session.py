@@ -21,6 +21,7 @@ from gradsentinel.integrations.lightning.again import TrainingStep
 from gradsentinel.integrations.lightning.logged import Logged
 from gradsentinel.integrations.loaders import draw_through
 from gradsentinel.integrations.natives import Native
+from gradsentinel.integrations.state_check import may_end_badly
 from gradsentinel.integrations.wraps import Wraps
 
 logger = logging.getLogger("gradsentinel")
@@ -49,7 +50,7 @@ class Session:
         wraps: Wraps,
     ) -> None:
         _check_strategy(trainer.strategy)
-        self._trainer = trainer
+        self.trainer = self._trainer = trainer
         self._module = module
         self._automatic = bool(module.automatic_optimization)
         self._loss: Tensor | None = None
@@ -193,13 +194,14 @@ class Session:
         """End the run, take everything off again, and return what it has to remember.
 
         Other callbacks may yet write a checkpoint because of an exception; the Trainer takes its strategy
-        down when all have heard of it, and with that the last wrap is gone.
+        down when all have heard of it, and with that the last wrap is gone, unless what is left is bad.
         """
         self._wraps.undo()
         if error is not None:
-            last = Wraps()
-            last.wrap(self._trainer, "save_checkpoint", self._around_last_save)
-            last.wrap(self._trainer.strategy, "teardown", partial(_then, last.undo))
+            gate, last = Wraps(), Wraps()
+            gate.wrap(self._trainer, "save_checkpoint", self._around_last_save)
+            ends = [last.undo] if may_end_badly(self.engine.run, error) else [last.undo, gate.undo]
+            last.wrap(self._trainer.strategy, "teardown", partial(_then, ends))
         state = self.engine.state_dict()
         self.engine.close(error)
         return state
@@ -308,7 +310,7 @@ class Session:
 
     def _around_last_save(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            if self.engine.may_save():
+            if self._trainer.lightning_module is not self._module or self.engine.may_save():
                 plain(*args, **kwargs)
 
         return save_checkpoint
@@ -335,12 +337,13 @@ def begin_early(trainer: Any) -> Wraps:
     return wraps
 
 
-def _then(after: Callable[[], None], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _then(after: Sequence[Callable[[], None]], plain: Callable[..., Any]) -> Callable[..., Any]:
     def method(*args: Any, **kwargs: Any) -> Any:
         try:
             return plain(*args, **kwargs)
         finally:
-            after()
+            for each in after:
+                each()
 
     return method
 

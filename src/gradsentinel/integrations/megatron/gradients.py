@@ -30,6 +30,8 @@ class BucketGradients(LocalGradients):
         self._stage = stage
         self._stages = stages
         self._flat: list[Tensor] = []
+        self._names: list[Sequence[str]] = []
+        """Of each entry of `_flat` the parameters; put together with them when somebody wants to know."""
         self._numbers: list[int] = []
         self._wrapped = False
 
@@ -44,12 +46,15 @@ class BucketGradients(LocalGradients):
         return self._wrapped
 
     def record(self, view: GradientView) -> None:
-        """Take note of the gradients of a bucket group; one fused pass, no wait."""
+        """Take note of the gradients of a bucket group; one fused pass, no wait.
+
+        One number for the whole flat buffer would not do: the reduction overwrites it before anybody can ask
+        which parameter it was.
+        """
         if self._suspended or not len(view):
             return
-        peaks = view.magnitudes
-        self._flat.append(peaks)
-        self.seen.norms[-1].update(zip(view.names, peaks.unbind(), strict=True))
+        self._flat.append(view.magnitudes)
+        self._names.append(view.names)
 
     def keep_handle(self, handle: Any) -> None:
         """Keep the handle of a hook on a module, to be taken off in the end."""
@@ -77,13 +82,24 @@ class BucketGradients(LocalGradients):
     def begin_step(self) -> None:
         """Forget the last step."""
         super().begin_step()
-        self._flat, self._numbers = [], []
+        self._flat, self._names, self._numbers = [], [], []
 
     def end_microbatch(self) -> None:
         """Do nothing: the buckets are looked at once, when all micro-batches are in them."""
 
+    def norm(self) -> Tensor | None:
+        """Return the 2-norm of what was recorded, 0-dim float32, or None; no wait."""
+        self._resolve()
+        return super().norm()
+
+    def _resolve(self) -> None:
+        """Give each number its parameter's name."""
+        for names, peaks in zip(self._names, self._flat, strict=True):
+            self.seen.norms[-1].update(zip(names, peaks.unbind(), strict=True))
+
     def bad_places(self) -> tuple[int | None, tuple[str, ...]]:
         """Return which of this rank's own gradients were not finite; of which micro-batch nobody knows."""
+        self._resolve()
         return None, super().bad_places()[1]
 
     def first_bad_handover(self) -> tuple[int, str] | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.megatron.attach import attach
-from gradsentinel.integrations.megatron.options import USAGE, Options, make_callbacks, parse
+from gradsentinel.integrations.megatron.options import USAGE, Options, parse
 from gradsentinel.integrations.megatron.sentinel import MegatronSentinel
 
 
@@ -50,7 +50,7 @@ class Launch:
         if not Path(options.script).exists():
             raise ConfigurationError(f"there is no script {options.script}")
         self._options = options
-        self._callbacks = make_callbacks(options.callbacks)
+        self._callbacks = [wanted.make() for wanted in options.callbacks]
         self._replaced: list[tuple[ModuleType, str, Any]] = []
         self.sentinel: MegatronSentinel | None = None
 
@@ -104,6 +104,7 @@ class Launch:
                     callbacks=self._callbacks,
                     run_dir=self._options.run_dir,
                     timeout=self._options.timeout,
+                    diagnosis_budget=self._options.diagnosis_budget,
                     allow_nan_check_off=not self._options.keep_nan_checks,
                 )
             return made

@@ -31,7 +31,7 @@ export async function incidentPage(app, id) {
     h("div", { class: "gs-columns gs-columns-2" }, tensors(incident), stack(samples(incident), details(incident), files(data.files ?? []))),
     h("details", { class: "gs-raw" }, h("summary", null, t("incident.raw")), h("pre", null, JSON.stringify(incident, null, 2))),
   ];
-  return h("article", { class: "gs-page", "data-testid": "gs-incident-page", "data-id": id }, headline(app, incident, data.neighbours ?? {}), body);
+  return h("article", { class: "gs-page", "data-testid": "gs-incident-page", "data-id": id }, headline(app, data), body);
 }
 
 function commands(list) {
@@ -41,7 +41,8 @@ function commands(list) {
   return card(t("incident.commands"), h("ul", { class: "gs-commands", "data-testid": "gs-commands" }, rows), { note: target ? t("incident.commands_note") : null });
 }
 
-function headline(app, incident, { previous, next }) {
+function headline(app, { incident, row, neighbours }) {
+  const { previous, next } = neighbours ?? {};
   const step = (target, key, sign) =>
     target ? h("a", { class: "gs-button", href: app.link("incident", target), "data-go": key }, sign < 0 ? `← ${t(`incident.${key}`)}` : `${t(`incident.${key}`)} →`) : h("span", { class: "gs-button gs-off", "aria-disabled": "true" }, sign < 0 ? `← ${t(`incident.${key}`)}` : `${t(`incident.${key}`)} →`);
   const d = incident.diagnosis;
@@ -52,7 +53,7 @@ function headline(app, incident, { previous, next }) {
     h("nav", { class: "gs-incident-nav", "aria-label": t("incident.nav") }, h("a", { class: "gs-button", href: app.link("incidents") }, t("incident.all")), step(previous, "previous", -1), step(next, "next", 1)),
     h("p", { class: "gs-status-line" }, severity(incident.severity), outcome(incident.outcome), h("span", { class: "gs-mono gs-quiet" }, incident.id), h("span", { class: "gs-quiet" }, clock(incident.time))),
     h("h1", null, t("incident.title", { step: whole(incident.step), kind: label("kind", incident.kind) })),
-    h("p", { class: "gs-lede" }, incident.message),
+    h("p", { class: "gs-lede" }, row?.message ?? incident.message),
     place && h("p", { class: "gs-place" }, h("span", { class: "gs-eyebrow" }, t("incident.where")), h("span", { class: "gs-mono" }, place), d?.source && h("span", { class: "gs-mono gs-quiet" }, d.source)),
   );
 }
@@ -103,16 +104,16 @@ function costs(seconds) {
   const total = cost(seconds);
   if (total === null) return null;
   const parts = Object.entries(seconds).map(([name, value]) => `${label("seconds", name)} ${duration(value)}`);
-  return parts.length > 1 ? `${duration(total)} (${listed(parts)})` : duration(total);
+  // What belongs together stays on one line, which Chinese does not do by itself.
+  if (parts.length < 2) return duration(total);
+  const comma = listed(["", ""]);
+  const last = parts.length - 1;
+  const shown = parts.map((one, k) => [h("span", { class: "gs-one-line" }, (k ? "" : "(") + one + (k < last ? comma.trimEnd() : ")")), k < last && (comma.endsWith(" ") ? " " : h("wbr"))]);
+  return [duration(total), " ", h("span", { class: "gs-quiet" }, shown)];
 }
 
 function story(data) {
-  const told = data.story ?? [];
-  const notes = (data.incident.notes ?? []).filter((note) => !told.some((one) => one.includes(note.replace(/\.$/, ""))));
-  return [
-    h("div", { class: "gs-story" }, told.map((one) => h("p", null, one))),
-    notes.length ? h("div", { class: "gs-notes" }, h("h3", null, t("incident.notes")), h("ul", null, notes.map((one) => h("li", null, one)))) : null,
-  ];
+  return h("div", { class: "gs-story" }, (data.story ?? []).map((one) => h("p", null, one)));
 }
 
 function nearby(app, { incident, place, around }) {
