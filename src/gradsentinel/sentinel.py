@@ -234,7 +234,6 @@ class Sentinel:
             self._hints.tell(BLIND)
         optimizers = self._choose(optimizer)
         norm, self._decision = self._guard.step(optimizers, max_norm=max_norm, norm_type=norm_type)
-        self._watch.run.scene.graph = None  # it may hold what the user's own Functions have kept
         self._stepped = True
         self._saw_backward = False
         known = self.host.optimizers

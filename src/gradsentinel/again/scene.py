@@ -67,7 +67,10 @@ class Scene:
         self.passes: list[BackwardPass] = []
         """The backward passes of the step so far, as the loop ran them."""
         self.graph: tuple[int, Any] | None = None
-        """The last micro-batch whose loss the loop showed, and the node behind it; until the step is made."""
+        """The last micro-batch whose loss the loop showed, and the node behind it.
+
+        It may hold what the user's own Functions have kept: it goes with the decision on the step.
+        """
         self.traced: tuple[str, Any] | None = None
         """The incident of this step and what its diagnosis found, for whoever keeps the evidence."""
         self.repeated = False
@@ -92,6 +95,7 @@ class Scene:
 
     def add(self, batch: Any, position: tuple[int, int] | None = None, indices: tuple[Any, ...] = ()) -> None:
         """Remember a micro-batch that is about to enter the model, and what it is of the data."""
+        self.graph = None  # not while the next forward pass needs the memory
         rng = RngState.capture(self._device_types)
         if not self.microbatches:
             self.rng = rng

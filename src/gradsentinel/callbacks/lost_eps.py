@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsentinel.decision import Action, Kind
+from gradsentinel.diagnosis.update import EPS_REMEDY
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.incident import OF_THIS_STEP, fold
 from gradsentinel.measures.inspection import local
@@ -63,7 +64,9 @@ class LostEps:
     def _groups(self) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
         for optimizer in self._run.optimizers or self._run.host.optimizers:
             for place, group in enumerate(optimizer.param_groups):
-                if group.get("eps") == 0 and self._began.get((id(optimizer), place)):
+                eps = group.get("eps")
+                # A tensor is not asked: it may be on a device, which nobody waits for here.
+                if isinstance(eps, (int, float)) and eps == 0 and self._began.get((id(optimizer), place)):
                     yield optimizer, group
 
 
@@ -116,7 +119,7 @@ def _evidence(marks: Sequence[tuple[str, Tensor, Tensor]]) -> Evidence | None:
             module=most.name.rpartition(".")[0],
             op="aten.div",
             evidence=(fact,),
-            remedy=("find what sets eps: a scheduler, a hook, a loaded optimizer state",),
+            remedy=(EPS_REMEDY,),
         ),
         details={OF_THIS_STEP: True},
     )

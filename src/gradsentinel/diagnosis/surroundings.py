@@ -241,7 +241,7 @@ class _Marks:
             return id(value), value._version, _content(value)
         try:
             inside = _inside(value) if depth < _DEEPEST and self._left > 0 else None
-        except Exception:  # noqa: BLE001 - an object of the user's own that does not like to be looked into
+        except Exception:  # noqa: BLE001 - the user's own properties and reprs raise anything; its id is left
             inside = None
         if inside is None:
             return id(value)

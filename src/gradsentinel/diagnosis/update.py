@@ -16,6 +16,7 @@ from gradsentinel.evidence import Diagnosis, Evidence
 from gradsentinel.run import Run
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "dampening")
+EPS_REMEDY = "find what sets eps: a scheduler, a hook, a loaded optimizer state"
 _REHEARSED = 4
 """Bad parameters whose update is run again, until one shows it."""
 
@@ -38,22 +39,12 @@ def explain_update(evidence: Evidence, run: Run) -> Evidence:
         return _without_eps(evidence, members) or _by_nobody_known(evidence, members)
     name, rehearsal = rehearsed
     where = f"{name}:{rehearsal.key}" if rehearsal.key else name
-    return replace(
-        evidence,
-        diagnosis=Diagnosis(
-            cause="optimizer",
-            confidence=0.8,
-            phase="optimizer",
-            module=name.rpartition(".")[0],
-            op=rehearsal.event.op,
-            source=_source(rehearsal),
-            evidence=(f"the optimizer makes {where} non-finite of finite numbers", str(rehearsal)),
-            remedy=(
-                "clip gradients before the step (max_norm=), and lower the learning rate",
-                f"look at the settings of the group that {name} is in",
-            ),
-        ),
+    facts = (f"the optimizer makes {where} non-finite of finite numbers", str(rehearsal))
+    remedies = (
+        "clip gradients before the step (max_norm=), and lower the learning rate",
+        f"look at the settings of the group that {name} is in",
     )
+    return replace(evidence, diagnosis=_optimizer(0.8, name, rehearsal, facts, remedies))
 
 
 def _with_setting(
@@ -70,16 +61,7 @@ def _with_setting(
     return replace(
         evidence,
         message=f"{evidence.message}: {fact}",
-        diagnosis=Diagnosis(
-            cause="optimizer",
-            confidence=0.95,
-            phase="optimizer",
-            module=name.rpartition(".")[0],
-            op=None if rehearsal is None else rehearsal.event.op,
-            source=None if rehearsal is None else _source(rehearsal),
-            evidence=facts,
-            remedy=(remedy,),
-        ),
+        diagnosis=_optimizer(0.95, name, rehearsal, facts, (remedy,)),
     )
 
 
@@ -96,20 +78,29 @@ def _without_eps(evidence: Evidence, members: Sequence[_Member]) -> Evidence | N
             f"with an eps of 0 the optimizer makes just those elements of {name} non-finite that are; eps is "
             f"{eps:g} now: something has set it for a step"
         )
-        return replace(
-            evidence,
-            diagnosis=Diagnosis(
-                cause="optimizer",
-                confidence=0.7,
-                phase="optimizer",
-                module=name.rpartition(".")[0],
-                op=found.event.op,
-                source=_source(found),
-                evidence=(fact, f"{name}: {found}"),
-                remedy=("find what sets eps: a scheduler, a hook, a loaded optimizer state",),
-            ),
-        )
+        facts = (fact, f"{name}: {found}")
+        return replace(evidence, diagnosis=_optimizer(0.7, name, found, facts, (EPS_REMEDY,)))
     return None
+
+
+def _optimizer(
+    confidence: float,
+    name: str,
+    rehearsal: Rehearsal | None,
+    facts: tuple[str, ...],
+    remedies: tuple[str, ...],
+) -> Diagnosis:
+    """Return the verdict on the update of a parameter, with its operator if that was run again."""
+    return Diagnosis(
+        cause="optimizer",
+        confidence=confidence,
+        phase="optimizer",
+        module=name.rpartition(".")[0],
+        op=None if rehearsal is None else rehearsal.event.op,
+        source=None if rehearsal is None else _source(rehearsal),
+        evidence=facts,
+        remedy=remedies,
+    )
 
 
 def _by_nobody_known(evidence: Evidence, members: Sequence[_Member]) -> Evidence:

@@ -46,7 +46,7 @@ class Native:
             return self.kind(*args, **kwargs)
         try:
             return copy.deepcopy(self._given)
-        except Exception:  # noqa: BLE001 - whatever somebody keeps in a callback
+        except Exception:  # noqa: BLE001 - what somebody keeps in a callback raises anything; it is said
             logger.warning(
                 "%s cannot be copied, so it goes into the next run as the last one left it",
                 type(self._given).__name__,
@@ -86,7 +86,7 @@ def carry(callback: Callback, base: type[T], module: str) -> T:
     super(Native, instance).__init__()  # type: ignore[misc] # the framework's own part
     try:
         given = copy.deepcopy(callback)
-    except Exception:  # noqa: BLE001 - whatever somebody keeps in a callback
+    except Exception:  # noqa: BLE001 - as in `_anew`, which says so if there is a second run
         given = callback
     vars(instance).update(_given=given, callback=callback, _used=False)
     return instance

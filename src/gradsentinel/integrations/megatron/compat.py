@@ -230,7 +230,7 @@ def asked(name: str, default: Any = None, **kwargs: Any) -> Any:
     """Return what a function of `parallel_state` says, or the default where this version has no answer."""
     try:
         return getattr(state(), name)(**kwargs)
-    except Exception:  # noqa: BLE001 - other versions, or groups that this job has none of
+    except Exception:  # noqa: BLE001 - versions differ in what they raise for a group that is not there
         return default
 
 

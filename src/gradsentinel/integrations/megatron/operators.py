@@ -252,6 +252,6 @@ def _finite_in_wide(event: Event) -> bool | None:
         with torch.no_grad():
             args, kwargs = tree_map(wider, (event.args, event.kwargs))
             result = event.function(*args, **kwargs)
-    except Exception:  # noqa: BLE001 - an operator in a dtype it was not given; None says so
+    except Exception:  # noqa: BLE001 - kernels raise anything for a dtype they lack; None: not known
         return None
     return not any(judge(tensor) for tensor in floats_in(result))
