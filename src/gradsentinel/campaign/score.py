@@ -210,7 +210,7 @@ def places(hit: Mapping[str, Any], incident: Mapping[str, Any], rank: int | None
         right["parameter"] = [bare(name) for name in incident["parameters"][:1]] == [bare(where)]
     elif target == "activation":
         right["module"] = bare(incident["module"]) == bare(where)
-        if hit.get("op", "").startswith("aten."):
+        if (hit.get("op") or "").startswith("aten."):
             right["op"] = incident["op"] == hit["op"]
     if rank is not None:
         right["rank"] = incident["ranks"] == [rank]
