@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsentinel.evidence import TensorEvidence
-from gradsentinel.measures.fusing import Group, groups_of, multiply_
+from gradsentinel.measures.fusing import Group, groups_of, multiply_, one_group
 from gradsentinel.measures.inspection import inspect_tensor, local, readable, values_of
 from gradsentinel.measures.norms import (
     full,
@@ -30,6 +31,15 @@ _INF = float("inf")
 _WELL_WITHIN = 0.98
 """More than the rounding of a bfloat16 norm, of its sum with 1e-6, and of the quotient can make up."""
 _ORDINARY = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_KIND: Callable[[Tensor], tuple[type, torch.dtype, torch.layout, torch.device]] = attrgetter(
+    "__class__", "dtype", "layout", "device"
+)
+"""What decides how a gradient is read."""
+
+
+def _is_ordinary(kind: tuple[type, torch.dtype, torch.layout, torch.device]) -> bool:
+    own, dtype, layout, device = kind
+    return own is Tensor and dtype in _ORDINARY and layout is torch.strided and device.type != "meta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,8 @@ class _Sorted:
     unchecked: dict[str, str]
     ordinary: bool
     """True if all of them are dense, of a common type and no subclass: then nothing needs a second look."""
+    device: torch.device | None = None
+    """Where all of them are, if they are ordinary and of one dtype and device."""
 
 
 class GradientView:
@@ -76,24 +88,23 @@ class GradientView:
         """What can be judged and what cannot; read on first use, so that an unused view costs nothing."""
         names: list[str] = []
         gradients: list[Tensor] = []
-        unchecked: dict[str, str] = {}
-        ordinary = True
-        for name, gradient in self._source:  # the one loop of a step over all parameters: few questions each
-            if not (
-                type(gradient) is Tensor
-                and gradient.dtype in _ORDINARY
-                and gradient.layout is torch.strided
-                and not gradient.is_meta
-                and not gradient._is_zerotensor()
-            ):
-                reason = readable(gradient)
-                if reason is not None:
-                    unchecked[name] = reason
-                    continue
-                ordinary = False
+        for name, gradient in self._source:
             names.append(name)
             gradients.append(gradient)
-        return _Sorted(names, gradients, unchecked, ordinary)
+        kinds = set(map(_KIND, gradients))  # not a line of Python for each: the one pass over all
+        if all(map(_is_ordinary, kinds)) and not any(map(Tensor._is_zerotensor, gradients)):
+            device = next(iter(kinds))[-1] if len(kinds) == 1 else None
+            return _Sorted(names, gradients, {}, ordinary=True, device=device)
+        unchecked: dict[str, str] = {}
+        for name, gradient in zip(names, gradients, strict=True):
+            usual = _is_ordinary(_KIND(gradient)) and not gradient._is_zerotensor()
+            reason = None if usual else readable(gradient)
+            if reason is not None:
+                unchecked[name] = reason
+        if unchecked:
+            judged = [index for index, name in enumerate(names) if name not in unchecked]
+            names, gradients = [names[i] for i in judged], [gradients[i] for i in judged]
+        return _Sorted(names, gradients, unchecked, ordinary=False)
 
     @property
     def unchecked(self) -> dict[str, str]:
@@ -353,7 +364,10 @@ class GradientView:
     @cached_property
     def _groups(self) -> list[Group]:
         """Gradients and their positions by device and dtype, in torch's own order; distributed ones apart."""
-        return groups_of(self._sorted_out.gradients, ordinary=self._sorted_out.ordinary)
+        found = self._sorted_out
+        if found.device is not None:
+            return [one_group(found.gradients, found.device)]
+        return groups_of(found.gradients, ordinary=found.ordinary)
 
     @torch.no_grad()
     def _reduce(self, order: float, *, shard: bool = False) -> list[Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -129,15 +130,18 @@ class TorchHost:
     def _present(self, optimizers: Sequence[Optimizer] | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients that there are; nothing is looked at before the first one is asked for."""
         named = self.named_parameters()
-        if optimizers is not None and len(optimizers) < len(self.optimizers):
+        if optimizers is None or len(optimizers) == len(self.optimizers):
+            gradients = [parameter.grad for _, parameter in self._order]
+            if not any(map(is_, gradients, repeat(None))):  # nearly always; without a line of Python for each
+                yield from zip(self._names.values(), gradients, strict=True)
+                return
+        else:
             mine = {
                 id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
             }
             named = ((name, parameter) for name, parameter in named if id(parameter) in mine)
         for name, parameter in named:
-            gradient = parameter.grad  # nearly always; then there is no need to ask `gradient_of`
-            if gradient is None:
-                gradient = gradient_of(parameter)
+            gradient = gradient_of(parameter)
             if gradient is not None:
                 yield name, gradient
 

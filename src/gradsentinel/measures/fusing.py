@@ -25,6 +25,18 @@ class Group:
     """True if one launch can take all of them."""
 
 
+_takes_lists: dict[torch.device, bool] = {}
+"""Where one launch can take a list of plain tensors; asked once, with tensors that are there."""
+
+
+def one_group(tensors: list[Tensor], device: torch.device, indices: Sequence[int] | None = None) -> Group:
+    """Return ordinary tensors of one dtype and device, in their order, which is torch's own then."""
+    one_launch = _takes_lists.get(device)
+    if one_launch is None:
+        one_launch = _takes_lists[device] = _has_foreach_support(tensors[:1], device)  # of one class
+    return Group(tensors, range(len(tensors)) if indices is None else indices, device, one_launch)
+
+
 def groups_of(tensors: list[Tensor], *, ordinary: bool) -> list[Group]:
     """Return tensors by device and dtype, in torch's own order; distributed ones apart.
 
@@ -37,9 +49,7 @@ def groups_of(tensors: list[Tensor], *, ordinary: bool) -> list[Group]:
     for lists, indices in grouped.values():
         if ordinary:
             members = cast(list[Tensor], lists[0])  # none of them is None
-            device = members[0].device
-            one_launch = _has_foreach_support(members[:1], device)  # they are of one class
-            groups.append(Group(members, indices, device, one_launch))
+            groups.append(one_group(members, members[0].device, indices))
             continue
         for distributed in (False, True):
             chosen = [index for index in indices if is_distributed(tensors[index]) is distributed]

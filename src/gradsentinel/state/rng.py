@@ -6,7 +6,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from ctypes import string_at
+from ctypes import Array, c_char
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,8 @@ class _Twister:
         self._generator: object = None
         """The one whose memory was compared with its state."""
         self._as_expected = False
+        self._seen: tuple[int, Array[c_char]] | None = None
+        """An address, and what lies there: read only while the object it is a part of is held."""
         self._last: tuple[object, bytes, Any] | None = None
         """What belongs to the state elsewhere, the memory, and the state as it was read."""
 
@@ -141,12 +143,15 @@ class _Twister:
         known = generator is self._generator
         if known and not self._as_expected:
             return read()
-        look = string_at(address, self.SIZE)
+        if self._seen is None or self._seen[0] != address:
+            self._seen = address, (c_char * self.SIZE).from_address(address)
+        memory = self._seen[1]
+        look = memory.raw
         last = self._last
         if known and last is not None and last[0] == rest and last[1] == look:
             return last[2]
         state = read()
-        whole = string_at(address, self.SIZE) == look  # nobody drew meanwhile
+        whole = memory.raw == look  # nobody drew meanwhile
         if not known and whole:
             words, place = self._listed(state)
             told = bytearray(self.SIZE)
