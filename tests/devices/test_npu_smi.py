@@ -3,6 +3,7 @@
 import itertools
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,23 +14,27 @@ from hypothesis import strategies as st
 from gradsentinel.devices import device_of
 from gradsentinel.devices.health import HealthUnavailable
 from gradsentinel.devices.npu import Npu
-from gradsentinel.devices.npu_smi import VISIBLE, Chip, NpuSmi, ask, parse_ecc, parse_table
+from gradsentinel.devices.npu_smi import VISIBLE, NpuSmi, ask
+from gradsentinel.devices.npu_tables import Chip, Numbers, parse_ecc, parse_numbers, parse_table
 from gradsentinel.devices.nvml import Nvml
 
 PRINTED = Path(__file__).parent / "npu_smi"
+LAYOUTS = ("one_chip", "two_chips", "own_columns", "with_device")
 
 
 def printed(name):
     return (PRINTED / f"{name}.txt").read_text()
 
 
-def write_tool(folder, tables, *, ecc="", status=0, before=""):
-    """Make an npu-smi that prints these texts in turn, and an ECC answer per card."""
+def write_tool(folder, tables, *, ecc="", numbers="", status=0, before=""):
+    """Make an npu-smi that prints these texts in turn, an ECC answer, and which device is which chip."""
     tool = folder / "npu-smi"
     data = {"tables": tables if isinstance(tables, list) else [tables], "ecc": ecc, "status": status}
+    data["numbers"] = numbers
     tool.write_text(
         f"#!{sys.executable}\nimport sys, pathlib\n{before}\ndata = {data!r}\n"
         "if '-t' in sys.argv:\n    print(data['ecc'], end='')\n"
+        "elif '-m' in sys.argv:\n    print(data['numbers'], end='')\n    sys.exit(not data['numbers'])\n"
         "else:\n"
         "    count = pathlib.Path(__file__).with_suffix('.count')\n"
         "    n = int(count.read_text()) if count.exists() else 0\n"
@@ -69,7 +74,32 @@ def test_a_table_with_a_column_for_the_number():
     assert [c.temperature for c in chips] == [48, 47]
 
 
-@pytest.mark.parametrize("name", ["one_chip", "two_chips", "own_columns"])
+def test_a_table_of_cards_for_inference():
+    chips = parse_table(printed("with_device"))
+    assert [(c.npu, c.chip, c.physical, c.name) for c in chips] == [
+        (2, 0, 0, "310P3"),
+        (2, 1, 1, "310P3"),
+        (5, 0, 2, "310P3"),
+    ]
+    assert [(c.power, c.temperature) for c in chips] == [(None, 48), (None, 47), (None, 51)]
+
+
+def test_power_and_temperature_stand_where_the_heading_says():
+    text = (
+        "| NPU Name | Health | Hugepages-Usage(page) Temp (C) Power (W) |\n"
+        "| Chip | Bus-Id | AICore(%) |\n"
+        "| 7 Ascend 910B3 | OK | 15 / 15 41 93.7 |\n| 0 | 0000:C1:00.0 | 12 |\n"
+    )
+    (chip,) = parse_table(text)
+    assert (chip.npu, chip.name, chip.power, chip.temperature) == (7, "Ascend 910B3", 93.7, 41)
+
+
+def test_a_card_whose_second_row_is_lost_is_nobody_s():
+    lines = [line for line in printed("two_chips").splitlines() if "| 1     9 " not in line]
+    assert [(c.npu, c.chip) for c in parse_table("\n".join(lines))] == [(4, 0), (5, 0), (5, 1)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("change", ["narrow", "wide", "quoted", "crlf"])
 def test_widths_do_not_matter(name, change):
     text = printed(name)
@@ -99,7 +129,7 @@ def test_bus_and_health_that_a_virtual_machine_hides():
     assert chip == Chip(npu=0, name="910B4", health="NA")
 
 
-@pytest.mark.parametrize("name", ["one_chip", "two_chips", "own_columns"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_table_cut_short_gives_the_rows_before_the_cut(name):
     text = printed(name)
     whole = parse_table(text)
@@ -142,15 +172,60 @@ def test_or_below_it():
     }
 
 
+def test_a_chip_whose_counters_have_all_run_full_takes_none_of_the_next_one_s():
+    text = (
+        "HBM Double Bit Error Count : 4294967295\nChip ID : 0\nHBM Double Bit Error Count : 2\nChip ID : 1\n"
+    )
+    assert parse_ecc(text) == {1: {"HBM Double Bit Error Count": 2}}
+
+
+def test_counters_whose_chip_was_cut_off_are_nobody_s():
+    whole = printed("ecc_two_chips")
+    cut = whole[: whole.rindex("Chip ID")]
+    assert parse_ecc(cut) == {0: parse_ecc(whole)[0]}
+
+
+def test_counters_of_another_card_are_left_out():
+    both = printed("ecc_two_chips") + "\n" + printed("ecc_one_chip")
+    assert {npu: sorted(parse_ecc(both, npu=npu)) for npu in (4, 1, 7)} == {4: [0, 1], 1: [0], 7: []}
+    assert parse_ecc(both, npu=1)[0]["HBM Single Bit Error Count"] == 17
+    assert parse_ecc(both, npu=4)[0]["HBM Single Bit Error Count"] == 5
+
+
 def test_counters_that_name_no_chip():
     assert parse_ecc(printed("ecc_nameless"))[0]["HBM Double Bit Next-Isolated Pages Count"] == 1
+
+
+# -- numbers --------------------------------------------------------------------------------------------
+
+
+def test_which_chip_is_which_device():
+    assert parse_numbers(printed("numbers_one_chip")) == [
+        Numbers(npu=npu, chip=0, logic=npu) for npu in (0, 1, 2)
+    ]
+    assert parse_numbers(printed("numbers_two_chips")) == [
+        Numbers(npu=4, chip=0, logic=2, physical=8),
+        Numbers(npu=4, chip=1, logic=3, physical=9),
+        Numbers(npu=5, chip=0, logic=0, physical=10),
+        Numbers(npu=5, chip=1, logic=1, physical=11),
+    ]
+
+
+@pytest.mark.parametrize("name", ["numbers_one_chip", "numbers_two_chips"])
+def test_widths_of_the_numbers_do_not_matter(name):
+    text = printed(name)
+    assert parse_numbers("\n".join(" ".join(line.split()) for line in text.splitlines())) == parse_numbers(
+        text
+    )
 
 
 # -- the tool -------------------------------------------------------------------------------------------
 
 
 def test_a_reading(tmp_path):
-    tool = write_tool(tmp_path, printed("one_chip"), ecc=printed("ecc_one_chip"))
+    tool = write_tool(
+        tmp_path, printed("one_chip"), ecc=printed("ecc_one_chip"), numbers=printed("numbers_one_chip")
+    )
     reading = NpuSmi(1, tool=tool).read()
     assert (reading.card, reading.name, reading.health) == ("npu 1", "910B3", "Warning")
     assert (reading.temperature, reading.power, reading.healthy) == (88, 101.2, False)
@@ -182,6 +257,61 @@ def test_which_row_is_mine(tmp_path, monkeypatch, visible, index, card, npu):
     reading = NpuSmi(index, tool=write_tool(tmp_path, printed("two_chips"))).read()
     assert reading.card == card
     assert reading.notes[0].startswith(npu)
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "npu"),
+    [
+        ("", 0, "npu 5 chip 0"),
+        ("", 3, "npu 4 chip 1"),
+        ("1,2", 1, "npu 4 chip 0"),
+        ("10,11", 1, "npu 5 chip 1"),  # physical numbers, where the driver counts four devices
+    ],
+)
+def test_the_driver_tells_which_row_is_mine(tmp_path, monkeypatch, visible, index, npu):
+    monkeypatch.setenv(VISIBLE, visible)
+    tool = write_tool(tmp_path, printed("two_chips"), numbers=printed("numbers_two_chips"))
+    assert NpuSmi(index, tool=tool).read().notes[0].startswith(npu)
+
+
+def shuffled(text, order):
+    """Return the table with its chips, two rows each, in another order."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    first = next(place for place, line in enumerate(rows) if line.split()[1].isdigit())
+    pairs = [rows[place : place + 2] for place in range(first, len(rows), 2)]
+    pairs = [pair for pair in pairs if len(pair) == 2 and pair[0].split()[1].isdigit() and "OK" in pair[0]]
+    return "\n".join([*rows[:first], *itertools.chain(*(pairs[place] for place in order))])
+
+
+@pytest.mark.parametrize("numbers", ["", "numbers_two_chips"])
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2)])
+def test_the_order_of_the_rows_does_not_matter(tmp_path, order, numbers):
+    whole = printed("two_chips").replace("Alarm", "OK   ")
+    asked = {"ecc": printed("ecc_two_chips"), "numbers": printed(numbers) if numbers else ""}
+    readings = []
+    for name, text in (("whole", whole), ("shuffled", shuffled(whole, order))):
+        (tmp_path / name).mkdir()
+        tool = write_tool(tmp_path / name, text, **asked)
+        readings.append([replace(NpuSmi(place, tool=tool).read(), time="") for place in range(4)])
+    assert readings[0] == readings[1]
+    assert len({reading.notes[0] for reading in readings[0]}) == 4
+
+
+def test_a_card_that_fell_off_the_bus_is_not_taken_for_the_next_one(tmp_path):
+    text = printed("one_chip")
+    without = "\n".join(line for line in text.splitlines() if "910B3" not in line or "| 1 " not in line)
+    tool = write_tool(tmp_path, [text, without], numbers=printed("numbers_one_chip"))
+    source = NpuSmi(1, tool=tool)
+    assert source.read().temperature == 88
+    with pytest.raises(HealthUnavailable, match="shows nothing of device 1"):
+        source.read()
+
+
+def test_a_number_that_was_counted_says_so(tmp_path):
+    tool = write_tool(tmp_path, printed("one_chip"))
+    assert "its number was taken from the order of the cards" in NpuSmi(0, tool=tool).read().notes
+    tool = write_tool(tmp_path, printed("one_chip"), numbers=printed("numbers_one_chip"))
+    assert "its number was taken from the order of the cards" not in NpuSmi(0, tool=tool).read().notes
 
 
 def test_a_card_without_counters_still_has_a_reading(tmp_path):

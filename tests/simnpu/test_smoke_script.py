@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -44,10 +45,14 @@ TABLES = Path(__file__).parents[1] / "devices" / "npu_smi"
 
 def smoke_with_tool(report, folder):
     tool = folder / "npu-smi"
-    answer = (
-        f'case "$*" in *ecc*) cat {TABLES / "ecc_one_chip.txt"};; *) cat {TABLES / "one_chip.txt"};; esac'
+    counters = re.sub(r"(NPU ID *: )1", r"\g<1>0", (TABLES / "ecc_one_chip.txt").read_text())
+    (folder / "ecc").write_text(counters)
+    answers = (
+        f"*ecc*) cat {folder / 'ecc'};;",
+        f"*-m*) cat {TABLES / 'numbers_one_chip.txt'};;",
+        f"*) cat {TABLES / 'one_chip.txt'};;",
     )
-    tool.write_text(f"#!/bin/sh\n{answer}\n")
+    tool.write_text(f'#!/bin/sh\ncase "$*" in {" ".join(answers)} esac\n')
     tool.chmod(0o755)
     os.environ["PATH"] = os.pathsep.join([str(folder), os.environ["PATH"]])
     script = load()
