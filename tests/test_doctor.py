@@ -20,6 +20,7 @@ from gradsentinel.checks import (
     Device,
     State,
     check_backends,
+    check_buffers,
     check_cann,
     check_determinism,
     check_devices,
@@ -336,6 +337,8 @@ JUDGEMENTS = [
         "HCCL_DETERMINISTIC=true",
     ),
     (check_determinism({"cpu", "npu"}, {"HCCL_DETERMINISTIC": "true"}), State.OK, ""),
+    (check_buffers({"GRADSENTINEL_BUFFERS": "pinned=4MiB"}), State.OK, ""),
+    (check_buffers({"GRADSENTINEL_BUFFERS": "pin=4MiB"}), State.BROKEN, "unset GRADSENTINEL_BUFFERS"),
     (check_encoding("utf-8"), State.OK, ""),
     (check_encoding("UTF8"), State.OK, ""),
     (check_encoding("ANSI_X3.4-1968"), State.NOTE, "PYTHONIOENCODING=utf-8"),
@@ -358,6 +361,7 @@ def test_what_is_not_installed_is_not_judged():
     assert check_npu_version(None, "2.9.0") is None
     assert check_cann(None, None) is None
     assert check_silent_check(None, {}) is None
+    assert check_buffers({}) is None
     assert check_health({"cpu", "mps"}, {}) is None
 
 

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsentinel import NanCallback, Retry, Sentinel
 from gradsentinel.gradients import GradientView
-from gradsentinel.measures.norm_history import STEPS, NormHistory
+from gradsentinel.measures.bounds import Bounds
+from gradsentinel.measures.norm_history import NormHistory
 
 
 def view_of(**gradients):
@@ -49,7 +50,7 @@ def test_the_file_holds_the_norms_of_the_steps_before_and_of_the_bad_one(run_dir
     (incident,) = sentinel.incidents
     found = norms_of(run_dir, incident)
     assert found["names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert found["iterations"] == found["steps"] == list(range(75 - STEPS + 1, 76))
+    assert found["iterations"] == found["steps"] == list(range(75 - Bounds().steps + 1, 76))
     assert (found["schema"], found["rank"], found["local"]) == (1, 0, False)
     for at, row in zip(found["iterations"][:-1], found["values"][:-1], strict=True):
         assert row == pytest.approx(list(seen[at].values()), rel=1e-4)
@@ -110,7 +111,7 @@ def test_the_gradients_themselves_are_let_go():
 
 
 def test_the_number_of_steps_and_of_norms_is_bounded():
-    history = NormHistory(steps=8, most=20)
+    history = NormHistory(Bounds(steps=8, norms=20))
     for step in range(30):
         history.remember(step, step, view_of(a=torch.ones(1)))
     assert history.until(100)["iterations"] == list(range(22, 30))

@@ -21,6 +21,7 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.guard import LAG, DeviceGuard, HostGuard
 from gradsentinel.host import Host, TorchHost
 from gradsentinel.inquiry import Diagnoser, Examiner
+from gradsentinel.measures.norm_history import NormHistory
 from gradsentinel.ranks.blame import LocalGradients, judge_origin
 from gradsentinel.ranks.comparison import take_places
 from gradsentinel.ranks.consensus import default_consensus
@@ -127,9 +128,10 @@ def make_run(
     `local` is what looks at this rank's own gradients, where a framework's adapter brings it along.
 
     Raises:
-        ConfigurationError: for seconds that are none, before the ranks talk to each other.
+        ConfigurationError: for seconds, or bounds of memory, that are none; before the ranks talk.
     """
     check_seconds(timeout, diagnosis_budget)
+    norms = NormHistory()  # reads the bounds: a mistake in them is told before the ranks talk to each other
     consensus = default_consensus(host.device, timeout=timeout)
     unnamed = f"gradsentinel-runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     path = unnamed if run_dir is None else os.fspath(run_dir)
@@ -158,6 +160,7 @@ def make_run(
         explicit_directory=run_dir is not None,
         optimizers=host.optimizers,
         diagnosis_budget=diagnosis_budget,
+        norms=norms,
         local=local or LocalGradients(),
     )
     if run.explicit_directory:

@@ -12,6 +12,9 @@ from enum import Enum
 from typing import Any
 
 from gradsentinel.cann import Cann, cann_for, releases_for
+from gradsentinel.errors import ConfigurationError
+from gradsentinel.measures.bounds import VARIABLE as BUFFERS
+from gradsentinel.measures.bounds import parse as parse_bounds
 from gradsentinel.switches import SWITCHES
 from gradsentinel.wording import size_of
 
@@ -235,6 +238,23 @@ def check_silent_check(npu_version: str | None, environment: Mapping[str, str]) 
         "gradients in bf16 and fp32 with their past and only logs; DeviceHealthCallback makes incidents of "
         "its warnings. It takes up to 1.5 GiB of device memory, and more than 2% of a small model's time",
     )
+
+
+def check_buffers(environment: Mapping[str, str]) -> Check | None:
+    """Judge the bounds of what is kept for a diagnosis; None if they are the defaults."""
+    stated = environment.get(BUFFERS, "")
+    if not stated.strip():
+        return None
+    try:
+        found = parse_bounds(stated)
+    except ConfigurationError as error:
+        return Check(
+            name="buffers",
+            state=State.BROKEN,
+            found=str(error),
+            remedy=f"unset {BUFFERS}, or correct it: a run would not start",
+        )
+    return Check(name="buffers", state=State.OK, found=f"{BUFFERS}: {found}")
 
 
 def check_health(kinds: set[str], tools: Mapping[str, bool]) -> Check | None:

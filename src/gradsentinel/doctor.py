@@ -27,6 +27,7 @@ from gradsentinel.checks import (
     Device,
     State,
     check_backends,
+    check_buffers,
     check_cann,
     check_determinism,
     check_devices,
@@ -179,6 +180,7 @@ def examine() -> Report:
         check_silent_check(torch_npu, os.environ),
         check_distributed(_distributed_backends(torch)) if torch is not None else None,
         check_determinism(kinds, os.environ),
+        check_buffers(os.environ),
         check_health(
             kinds,
             {"npu-smi": find_npu_smi() is not None, "nvidia-ml-py": installed("nvidia-ml-py") is not None},

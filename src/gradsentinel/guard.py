@@ -17,6 +17,7 @@ from gradsentinel.decision import Action, Decision
 from gradsentinel.devices import device_of
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.host import TorchHost
+from gradsentinel.measures.bounds import MOST_LAG
 from gradsentinel.measures.mailbox import Letter, Mailbox
 from gradsentinel.ranks.agreement import Submitted
 from gradsentinel.schedules import Pace, advance
@@ -28,10 +29,6 @@ LAG = 2
 """A step is settled so many steps later, if nothing else is said: its numbers have long arrived, and the host
 has not waited. What is kept of a step until then (numbers, names, references to its batches) is kept of so
 many steps and one."""
-
-
-_MOST_LAG = 16
-"""The norms of earlier steps are kept for an incident that is handled so many steps later."""
 
 
 class HostGuard:
@@ -118,8 +115,8 @@ class DeviceGuard(HostGuard):
 
     def __init__(self, host: TorchHost, watch: Watch, lag: int = LAG) -> None:
         super().__init__(host, watch, lambda: None)
-        if not 1 <= lag <= _MOST_LAG:
-            raise ConfigurationError(f"lag={lag}: a step can be settled 1 to {_MOST_LAG} steps later")
+        if not 1 <= lag <= MOST_LAG:
+            raise ConfigurationError(f"lag={lag}: a step can be settled 1 to {MOST_LAG} steps later")
         self._lag = lag
         self._flights: deque[_Flight] = deque()
         self._mailbox = Mailbox(host.device)

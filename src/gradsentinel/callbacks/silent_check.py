@@ -13,10 +13,11 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+from gradsentinel.measures.bounds import bounds
+
 LOGGER = "torch_npu.silent_check"
 _RANK = re.compile(r"\[Rank (\d+)\]|\bRank (\d+):")
 _LONGEST = 600
-_MOST = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class SilentCheckLog(logging.Handler):
     def __init__(self, rank: int | None = None) -> None:
         super().__init__(logging.INFO)
         self.rank = rank
+        self._most = bounds().alarms
         self.spikes = 0
         """Single spikes that were logged; by themselves they mean nothing."""
         self.dropped = 0
@@ -70,7 +72,7 @@ class SilentCheckLog(logging.Handler):
         with self._guard:
             if record.levelno < logging.WARNING:
                 self.spikes += "spike" in message  # it also tells when it begins to look closer
-            elif len(self._alarms) < _MOST:
+            elif len(self._alarms) < self._most:
                 self._alarms.append(Alarm(" ".join(message.split())[:_LONGEST]))
             else:
                 self.dropped += 1

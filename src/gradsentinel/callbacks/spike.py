@@ -23,6 +23,7 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.measures.bands import Band, History, Robust, Rule, Sigma
 from gradsentinel.measures.baseline import Baseline
+from gradsentinel.measures.bounds import MOST_LAG
 from gradsentinel.run import Run
 
 RULES = ("robust", "sigma", "history")
@@ -38,8 +39,8 @@ _LEARNT = 1.4
 """Its gradients too have a heavy tail then: so many times the limit for the norm."""
 _CEILING = 30.0
 """A loss so many times what the run began with has diverged, however gently."""
-_IN_FLIGHT = 8
-"""So many steps whose outcome is not known yet are remembered."""
+_IN_FLIGHT = MOST_LAG + 1
+"""So many steps whose outcome is not known yet are remembered: none may be lost that is heard of late."""
 
 
 @dataclass(kw_only=True)

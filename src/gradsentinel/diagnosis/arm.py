@@ -12,6 +12,7 @@ from gradsentinel.diagnosis.sighting import Look, Sighting, Watched, sight
 from gradsentinel.diagnosis.source import user_line
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident, fold
+from gradsentinel.measures.bounds import bounds
 from gradsentinel.measures.inspection import is_finite, local, parts_of, readable
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
@@ -20,10 +21,8 @@ from gradsentinel.wording import plain_name
 
 logger = logging.getLogger("gradsentinel")
 
-_MOST = 64
-"""Modules watched at once."""
 _STEPS = 3
-"""So many steps are remembered: `guard="device"` handles an incident two steps late."""
+"""So many steps are remembered, or as many as `guard="device"` may handle an incident late."""
 _NODES = 64
 """Autograd nodes between two looks that are named."""
 
@@ -36,6 +35,7 @@ class Armed:
     """
 
     def __init__(self) -> None:
+        self._most = bounds().modules
         self._watched: dict[str, nn.Module] = {}
         self._handles: list[Any] = []
         self._steps: dict[int, Watched] = {}
@@ -90,7 +90,12 @@ class Armed:
 
     def _watch(self, run: Run, name: str, modules: dict[str, nn.Module]) -> None:
         module = modules.get(name)
-        if module is None or name in self._watched or len(self._watched) >= _MOST or not _has_forward(module):
+        if (
+            module is None
+            or name in self._watched
+            or len(self._watched) >= self._most
+            or not _has_forward(module)
+        ):
             return
         self._watched[name] = module
 
@@ -141,7 +146,7 @@ class Armed:
         if step is None:
             for earlier in self._steps.values():
                 earlier.let_go()
-            while len(self._steps) >= _STEPS:
+            while len(self._steps) >= max(_STEPS, run.lag + 1):
                 self._learn_from(self._steps.pop(min(self._steps)), run)
             step = self._steps[run.iteration] = Watched(run.step)
         return step

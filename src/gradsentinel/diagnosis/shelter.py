@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradsentinel.again.generators import own_generators
 from gradsentinel.diagnosis.belongings import Belongings, has_memory, tensor_keeper
+from gradsentinel.measures.bounds import bounds
 from gradsentinel.measures.inspection import stored
 from gradsentinel.ranks.wrappers import find_ddp
 from gradsentinel.run import Run
@@ -21,18 +22,16 @@ from gradsentinel.state.rng import preserved_rng
 logger = logging.getLogger("gradsentinel")
 
 _TORCH_FIELDS = frozenset(nn.Module().__dict__) | {"_parameters", "_buffers", "_modules"}
-_KEPT = 1 << 30
-"""Bytes of parameters that are copied, frozen ones first: a forward pass may write to a codebook."""
 
 
 @contextmanager
 def sheltered(run: Run) -> Iterator[None]:
     """Put everything back on leaving that running the model may change, bit for bit.
 
-    Gradients (the same objects), parameters (1 GiB of them, frozen ones first), buffers, random states,
-    training flags, requires_grad, and what the modules hold in plain attributes: numbers, containers, objects
-    of the user's own, tensors, arrays, generators (`belongings.py`). Not what lies outside: closures, files,
-    globals, objects of frameworks; but random generators that `forward=` refers to are.
+    Gradients (the same objects), parameters (as `bounds().weights` allows, frozen ones first), buffers,
+    random states, training flags, requires_grad, and what the modules hold in plain attributes: numbers,
+    containers, objects of the user's own, tensors, arrays, generators (`belongings.py`). Not what lies
+    outside: closures, files, globals, objects of frameworks; but random generators that `forward=` refers to.
     """
     devices = [run.host.device.type] if run.host.device.type != "cpu" else []
     with ExitStack() as stack:
@@ -62,7 +61,7 @@ def _parameters(run: Run) -> Iterator[Any]:
 
 def _values(run: Run) -> Iterator[Any]:
     """What the parameters hold; says so where one was written to that is too large to be put back."""
-    room = _KEPT
+    room = bounds().weights
     parameters = sorted(run.host.named_parameters(), key=lambda named: named[1].requires_grad)
     for name, parameter in parameters:
         held = stored(parameter.detach())

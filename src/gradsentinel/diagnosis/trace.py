@@ -16,13 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gradsentinel.diagnosis.memory import Badness, Memory, bad_mask, judge
 from gradsentinel.diagnosis.record import FIELDS, FROM_BATCH, FROM_BUFFERS, FROM_PARAMETERS, Call, Edge, Event
 from gradsentinel.diagnosis.source import user_line
+from gradsentinel.measures.bounds import bounds
 from gradsentinel.wording import plain_name
 
-_KEPT_CALLS = 64
 _MAX_COPY = 1 << 20
 """Elements of an argument that is overwritten by its operator: up to here a copy of it is kept."""
-_ROOM = 1 << 28
-"""Bytes that copies of the arguments of bad operators may take."""
 _FRAMEWORKS = ("torch.", "megatron.", "mindspeed")
 """How the modules begin whose autograd Functions are no custom operators: what they call counts."""
 _SCALED_SUMS = ("addmm", "baddbmm", "addbmm", "addmv", "addr")
@@ -62,7 +60,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """True if some operator's result is narrower than float32."""
         self.in_backward = False
         self.memory = Memory()
-        self._room = _ROOM
+        self._bounds = bounds()
+        self._room = self._bounds.copies
         self._kept = 0
         self._stack: list[str] = []
         self._names: dict[int, str] = {}
@@ -238,7 +237,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # An infinity of a mask that is still there after a reduction may be a row that is masked as a whole.
         survived = lawful and bool(edges) and torch.Tag.pointwise not in func.tags
         if total and ((fresh and not lawful) or survived):
-            if self._kept < _KEPT_CALLS:
+            if self._kept < self._bounds.calls:
                 self._kept += 1
                 event.args, event.kwargs = self._as_given(func, given)
             event.results = tuple(o for o, b in zip(outputs, badness, strict=True) if b)

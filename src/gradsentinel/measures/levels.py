@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradsentinel.measures.bounds import bounds
+
 _MARK_EVERY = 16
 """What was learnt is remembered at every so many steps, to go back to after a rollback."""
-_MARKS = 32
 
 
 class _State(NamedTuple):
@@ -44,7 +45,8 @@ class Levels:
 
     A number that is outside its bound, on either side, is not learnt, and neither are NaN, Inf and 0; after
     `patience` in a row the new level is accepted. Only values above the bound count as an alarm. Memory:
-    four numbers for each number watched, and as much for each of the 32 states kept for rollbacks.
+    four numbers for each number watched, and as much for each of the states kept for rollbacks
+    (`bounds().marks`).
 
     Args:
         limit: the bound, in standard deviations of the logarithm.
@@ -63,7 +65,7 @@ class Levels:
         self._warmup = warmup
         self._patience = patience
         self._state: _State | None = None
-        self._marks: deque[tuple[int, _State]] = deque(maxlen=_MARKS)
+        self._marks: deque[tuple[int, _State]] = deque(maxlen=bounds().marks)
 
     @torch.no_grad()
     def judge(self, step: int, values: Tensor) -> Judged:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.devices import device_of
+from gradsentinel.measures.bounds import bounds
 
 
 class Letter:
@@ -32,12 +33,6 @@ class Letter:
         return numbers
 
 
-MOST_SPARE = 1 << 20
-"""Bytes of pinned memory that a mailbox keeps. A constant and no setting: a letter holds a few numbers per
-parameter, so the letters in use at one time stay below it up to some ten thousand parameters; what is beyond
-is asked for anew, from torch's cache of pinned memory, which costs time and never a result."""
-
-
 class Mailbox:
     """Sends small tensors to the host through pinned memory that is used again and again.
 
@@ -47,14 +42,14 @@ class Mailbox:
     Args:
         device: where the numbers are made.
         most_spare: bytes of pinned memory that are kept for later letters; what has not been used for the
-            longest time goes first. Letters that are under way come on top.
+            longest time goes first. Letters that are under way come on top. None: `bounds().pinned`.
     """
 
-    def __init__(self, device: torch.device, *, most_spare: int = MOST_SPARE) -> None:
+    def __init__(self, device: torch.device, *, most_spare: int | None = None) -> None:
         self.device = device
         """Where the numbers are made."""
         self._kind = device_of(device)
-        self._most_spare = most_spare
+        self._most_spare = bounds().pinned if most_spare is None else most_spare
         self._spare: list[Tensor] = []
         """What has come back last is at the end."""
 

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from gradsentinel.gradients import GradientView
 from gradsentinel.incident import jsonable
+from gradsentinel.measures.bounds import MOST_LAG, Bounds, bounds
 from gradsentinel.measures.inspection import local
-
-STEPS = 64
-"""So many steps are kept."""
-_LATE = 16
-"""Under `guard="device"` an incident is handled some steps later: so many more are kept."""
-_MOST = 1 << 18
-"""So many norms are kept at most: of a model with more tensors than `_MOST / STEPS` fewer steps."""
 
 Kept = list[tuple[Sequence[int] | None, Tensor]]
 
@@ -31,12 +25,17 @@ class NormHistory:
     memory is one number on the device and one pointer on the host for each gradient tensor and step, about
     3 MiB for 64 steps of 4,096 tensors and never more. Norms are those before clipping, unscaled; a sharded
     gradient counts with this rank's part.
+
+    Args:
+        kept: `steps` and `norms` bound what is kept; None: what the environment says. Of an incident that is
+            handled late so many steps before it are still there.
     """
 
-    def __init__(self, *, steps: int = STEPS, most: int = _MOST) -> None:
-        self._ring: deque[tuple[int, int, list[str], Kept]] = deque(maxlen=steps + _LATE)
-        self._steps = steps
-        self._most = most
+    def __init__(self, kept: Bounds | None = None) -> None:
+        kept = bounds() if kept is None else kept
+        self._ring: deque[tuple[int, int, list[str], Kept]] = deque(maxlen=kept.steps + MOST_LAG)
+        self._steps = kept.steps
+        self._most = kept.norms
 
     def __len__(self) -> int:
         return len(self._ring)
