@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from layouts import Fault
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BACKWARD = {"LinearWith": "mm", "NativeLayerNorm": "native_layer_norm_backward"}
+"""What makes the gradient of a module's input, by the beginning of its autograd function's name."""
 
 
 class Injector:
@@ -28,6 +32,18 @@ class Injector:
                 )
             elif fault.when == "product":
                 self._spoil_products(self._module(fault), fault)
+            elif fault.when == "returned":
+                self._module(fault).register_forward_hook(
+                    lambda _m, _i, output, fault=fault: self._spoil_return(output, fault)
+                )
+            elif fault.when == "lookup":
+                module = self._module(fault)
+                module.forward = self._spoil_within(module.forward, fault, "embedding")
+            elif fault.when == "loss":
+                root = self._root()
+                name = "compute_language_model_loss"
+                plain = getattr(root, name, None)  # of a stage that makes no loss nobody asks for it
+                setattr(root, name, self._spoil_within(plain, fault, fault.parameter))
             elif fault.when == "operator":
                 module = self._module(fault)
                 module.activation_func = self._wrong(module.activation_func, fault)
@@ -92,6 +108,32 @@ class Injector:
 
         setattr(layers, name, multiply)
 
+    def _root(self) -> Any:
+        root = self._training.model[-1].module
+        return getattr(root, "module", root)
+
+    def _spoil_within(self, plain: Any, fault: Fault, kernel: str) -> Any:
+        """Put the fault into what one kernel makes, somewhere within a function."""
+
+        def spoilt(*args: Any, **kwargs: Any) -> Any:
+            if not self._strikes(fault):
+                return plain(*args, **kwargs)
+            with Spoilt(fault, kernel):
+                return plain(*args, **kwargs)
+
+        return spoilt
+
+    def _spoil_return(self, output: Any, fault: Fault) -> None:
+        """Put the fault into the gradient of a module's input, as its backward pass makes it."""
+        if not self._strikes(fault):
+            return
+        node = (output[0] if isinstance(output, tuple) else output).grad_fn
+        while not (kernels := [BACKWARD[kind] for kind in BACKWARD if type(node).__name__.startswith(kind)]):
+            node = node.next_functions[0][0]
+        mode = Spoilt(fault, kernels[0])
+        node.register_prehook(lambda _: mode.__enter__() and None)
+        node.register_hook(lambda _i, _o: mode.__exit__(None, None, None))
+
     def read(self, batch: dict[str, Tensor], number: int) -> None:
         """Spoil a batch as it is read, if that is a fault of it."""
         per_step = self._training.layout.microbatches
@@ -127,6 +169,23 @@ class Injector:
                 continue
             return start
         return None if sharded else 0
+
+
+class Spoilt(TorchDispatchMode):
+    """One kernel makes something else in the block, the first time that it is called."""
+
+    def __init__(self, fault: Fault, kernel: str) -> None:
+        super().__init__()
+        self._fault, self._kernel = fault, kernel
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        first = made[0] if isinstance(made, tuple) else made
+        if func.overloadpacket.__name__ == self._kernel and first.is_floating_point():
+            self._kernel = ""
+            part = first[..., -1] if first.dim() > 1 else first  # of the vocabulary one may be another rank's
+            part.fill_(self._fault.value)
+        return made
 
 
 def _spoiled(values: Tensor, fault: Fault) -> Tensor:

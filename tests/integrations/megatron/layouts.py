@@ -43,9 +43,10 @@ class Fault:
     when: str = "before"
     """before: in the gradient of a micro-batch; after: in the reduced gradient; forward: in the output of the
     module whose name ends with that; product: in what such a linear layer multiplies, before the ranks add it
-    up; operator: the activation function of such an MLP takes a root, of zeros
-    if `value` is 0, else of negative numbers; overflow: the output of such a module is scaled by `value`;
-    input: in the batch, what is read."""
+    up; returned: in the gradient of such a module's input, as it is made; lookup: in what such an embedding
+    finds in its part of the vocabulary; loss: in what a kernel of that name makes within the loss; operator:
+    the activation function of such an MLP takes a root, of zeros if `value` is 0, else of negative numbers;
+    overflow: the output of such a module is scaled by `value`; input: in the batch, what is read."""
     value: float = float("nan")
     bit: int | None = None
     """Flip this bit of the element instead of giving it the value; 0 is the lowest of the mantissa."""

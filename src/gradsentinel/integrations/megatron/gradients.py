@@ -15,14 +15,17 @@ from gradsentinel.ranks.blame import LocalGradients
 _LAST = 2**20 - 1
 """Number of the last exchange of a forward pass: the output of the stage."""
 _BACKWARD = 2**62
+"""Forward passes come before backward passes, in which the last stage is the first."""
+_WHOLE = 2**63
+"""A stage whose gradients are bad, and which was not seen to hand on anything that is."""
 
 
 class BucketGradients(LocalGradients):
     """How large this rank's own gradients are when their bucket is about to be reduced.
 
     The buckets hold the sum over the micro-batches, so which of those it was is not known. For a model that
-    is spread over ranks it also keeps the size of what they exchange in the forward pass, within a layer and
-    from stage to stage; each exchange has a number that tells which of two was the first.
+    is spread over ranks it also keeps the size of what they exchange in forward and backward pass, within a
+    layer and from stage to stage; each exchange has a number that tells which of two was the first.
     """
 
     def __init__(self, *, stage: int = 0, stages: int = 1) -> None:
@@ -62,18 +65,32 @@ class BucketGradients(LocalGradients):
 
     def record_exchange(self, what: str, value: Tensor, microbatch: int, chunk: int, count: int) -> None:
         """Take note of what a module is about to exchange with other ranks; one launch, no wait."""
-        self._hand(f"{what}, in micro-batch {microbatch},", value, microbatch, chunk, min(count, _LAST - 1))
+        number = self._number(microbatch, chunk, min(count, _LAST - 1))
+        self._hand(f"{what}, in micro-batch {microbatch},", value, number)
+
+    def record_return(self, what: str, value: Tensor, microbatch: int, chunk: int, count: int) -> None:
+        """Take note of what is about to be exchanged in a backward pass; one launch, no wait."""
+        place = _LAST - (chunk * self._stages + self._stage)
+        number = _BACKWARD + (microbatch << 40) + (place << 20) + min(count, _LAST)
+        self._hand(f"{what}, in micro-batch {microbatch},", value, number)
 
     def record_output(self, output: Tensor, microbatch: int, chunk: int) -> None:
         """Take note of what a micro-batch leaves this stage as; one launch, no wait."""
-        where = f"the output of pipeline stage {self._stage}" + (f", chunk {chunk}" if chunk else "")
-        self._hand(f"{where}, in micro-batch {microbatch},", output.detach(), microbatch, chunk, _LAST)
+        where = f"the output of {self.stage(chunk)}"
+        number = self._number(microbatch, chunk, _LAST)
+        self._hand(f"{where}, in micro-batch {microbatch},", output.detach(), number)
 
-    def _hand(self, what: str, value: Tensor, microbatch: int, chunk: int, count: int) -> None:
+    def stage(self, chunk: int) -> str:
+        """Return in words where a chunk of the model is in the pipeline."""
+        return f"pipeline stage {self._stage}" + (f", chunk {chunk}" if chunk else "")
+
+    def _number(self, microbatch: int, chunk: int, count: int) -> int:
+        return (microbatch << 40) + ((chunk * self._stages + self._stage) << 20) + count
+
+    def _hand(self, what: str, value: Tensor, number: int) -> None:
         self._handed_over(what, value)
         if len(self.seen.handed) > len(self._numbers):
-            place = chunk * self._stages + self._stage
-            self._numbers.append((microbatch << 40) + (place << 20) + count)
+            self._numbers.append(number)
 
     def peaks(self) -> list[Tensor]:
         """Return what was recorded of gradients in this step: 1-dim tensors."""
@@ -103,15 +120,12 @@ class BucketGradients(LocalGradients):
         return None, super().bad_places()[1]
 
     def first_bad_handover(self) -> tuple[int, str] | None:
-        """Return the first bad value handed to another stage, numbered so that the stages can be compared.
-
-        Forward passes come before backward passes, in which the last stage is the first.
-        """
+        """Return the first bad value handed to other ranks, numbered so that ranks can be compared."""
         found = super().first_bad_handover()
         if found is not None:
             return self._numbers[found[0]], found[1]
         if self._stages > 1 and self.bad_places()[1]:
-            number = _BACKWARD + self._stages - 1 - self._stage
+            number = _WHOLE + self._stages - 1 - self._stage
             return number, f"the gradient in pipeline stage {self._stage}"
         return None
 

@@ -23,6 +23,7 @@ from gradsentinel.integrations.megatron.names import (
     inner_parameters,
     is_sharded,
 )
+from gradsentinel.integrations.megatron.returns import watch_returns, watch_stage
 from gradsentinel.integrations.megatron.schedule import Look, ScheduledStep
 from gradsentinel.integrations.megatron.state import (
     MAIN,
@@ -220,10 +221,13 @@ class MegatronHost:
         return []
 
     def watch_exchanges(self) -> None:
-        """Look at what this rank hands to those that share its layers, before it does."""
+        """Look at what this rank hands to those that share its layers or its pipeline, before it does."""
         for chunk, (_, root) in enumerate(self._modules):
             for exchange in exchanges_in(root, self.names, chunk):
                 watch(exchange, self.local, self._exchanging)
+            watch_returns(root, self.names, chunk, self.local, self._returning)
+            if self.stages > 1:
+                watch_stage(root, self.local.stage(chunk), self.local, self._returning)
 
     def _exchanging(self) -> tuple[int, int, int] | None:
         step = self.step
@@ -231,6 +235,9 @@ class MegatronHost:
             return None
         step.exchanges += 1
         return step.microbatch, step.chunk, step.exchanges
+
+    def _returning(self) -> tuple[int, int, int] | None:
+        return None if self.step is None else self.step.next_return()
 
     # -- the pieces of a step ----------------------------------------------------------------------
 

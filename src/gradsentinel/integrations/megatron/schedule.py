@@ -106,6 +106,8 @@ class ScheduledStep:
         """Number of the model chunk that is in its forward pass, or was last."""
         self.exchanges: int | None = None
         """How many exchanges of this forward pass were looked at; None outside of one."""
+        self._returns: tuple[int, int, int] | None = None
+        """Micro-batch and chunk of the backward pass in flight, and the number of its last exchange."""
         self.look: Look | None = None
         self.losses: list[Tensor] = []
         """One for each micro-batch whose loss this rank computes: unscaled, a mean; 0-dim, no graph."""
@@ -125,8 +127,15 @@ class ScheduledStep:
             self._result[:] = fresh
         return self.losses
 
+    def next_return(self) -> tuple[int, int, int] | None:
+        """Return micro-batch, chunk and number of the next exchange of the backward pass; None before one."""
+        if self._returns is not None:
+            microbatch, chunk, count = self._returns
+            self._returns = microbatch, chunk, count + 1
+        return self._returns
+
     def _call(self) -> Any:
-        self._counts, self.losses = {}, []
+        self._counts, self.losses, self._returns = {}, [], None
         return self._function(**self._arguments)
 
     def _recorded(self, iterator: Any) -> Any:
@@ -151,6 +160,7 @@ class ScheduledStep:
                 self.exchanges = None
             if isinstance(output, Tensor):
                 self._output(output, number, self.chunk)
+                self._expect_return(output, number, self.chunk)
             if loss_func is None:
                 return output, loss_func
 
@@ -166,6 +176,15 @@ class ScheduledStep:
         watched.__wrapped__ = forward_step  # type: ignore[attr-defined]
         watched.__name__ = getattr(forward_step, "__name__", "forward_step")
         return watched
+
+    def _expect_return(self, output: Tensor, microbatch: int, chunk: int) -> None:
+        """Know of the backward pass of a micro-batch as it comes to this stage, by its output's gradient."""
+        if output.requires_grad:
+
+            def began(_gradient: Tensor) -> None:
+                self._returns = microbatch, chunk, 0
+
+            output.register_hook(began)  # type: ignore[no-untyped-call]
 
     def _looked_at(self, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext() if self.look is None else self.look.forward(microbatch)
