@@ -124,8 +124,13 @@ def _objects(training: Training) -> list[Any]:
         for module in chunk.modules()
     ]
     drawn = [type(iterator.iterable).__name__ for iterator in training.data]
-    products = ["_forward_impl" in vars(module) for chunk in training.model for module in chunk.modules()]
-    return [own, hooks, drawn, products, [chunk.ddp_config.check_for_nan_in_grad for chunk in training.model]]
+    methods = ("_forward_impl", "forward", "compute_language_model_loss", "set_input_tensor")
+    wrapped = [
+        [name for name in methods if name in vars(module)]
+        for chunk in training.model
+        for module in chunk.modules()
+    ]
+    return [own, hooks, drawn, wrapped, [chunk.ddp_config.check_for_nan_in_grad for chunk in training.model]]
 
 
 def _place() -> dict[str, int]:

@@ -3,9 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from layouts import LAYOUTS, Fault
 from outcomes import Expected, check_cured
 from results import outcome
+from torch import nn
+from torch.nn import functional
+
+from gradsentinel.gradients import GradientView
+from gradsentinel.integrations.megatron.collectives import Handed, watch_collectives
+from gradsentinel.integrations.megatron.exchanges import looking
+from gradsentinel.integrations.megatron.gradients import BucketGradients
+from gradsentinel.integrations.megatron.returns import TellingGradient, _after_column, watch_stage
+from gradsentinel.testing import clear_swallowed, swallowed
 
 NAN, INF = float("nan"), float("inf")
 LOOKED_UP = "what embedding.word_embeddings has looked up"
@@ -83,3 +93,170 @@ def test_a_transient_fault_within_an_exchange_names_its_rank(megatron, alone, tm
     check_cured(outcome(alone(layout, steps=3 + len(faults))), outcome(watched), expected)
     for (fault, what), incident in zip(FAULTS[name], watched[0]["incidents"], strict=True):
         assert f"; it began on rank {fault.rank}: {what}" in incident["message"]
+
+
+class LinearWithExchange(torch.autograd.Function):
+    """In the shape of Megatron's: the product of a backward pass is added up over the ranks, in place."""
+
+    reshapes = False
+
+    @staticmethod
+    def forward(ctx, given, weight):
+        ctx.save_for_backward(given, weight)
+        return given @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given, weight = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1]) if LinearWithExchange.reshapes else gradient
+        product = flat.matmul(weight)
+        back = product.reshape(given.shape).add_(100.0)
+        gradient = gradient.contiguous().view(-1, gradient.shape[-1])
+        return back, gradient.t().matmul(given.reshape(-1, given.shape[-1]))
+
+
+class ColumnParallelLinear(nn.Module):
+    def __init__(self, *, gathers=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(3, 2))
+        self._gathers = gathers
+
+    def forward(self, given):
+        made = LinearWithExchange.apply(given, self.weight)
+        return (made.clone() if self._gathers else made), None
+
+
+def gradients(module, look=None):
+    """Gradients of input and weight, of a layer whose backward pass is looked at."""
+    handle = None if look is None else module.register_forward_hook(lambda *a: _after_column(*a, look=look))
+    given = torch.ones(2, 2, 2, requires_grad=True)
+    module(given)[0].mul(2.0).sum().backward()
+    weight, module.weight.grad = module.weight.grad, None
+    if handle is not None:
+        handle.remove()
+    return given.grad, weight
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("reshapes", [False, True])
+def test_the_product_of_a_backward_pass_is_looked_at_once_and_stays_as_it_is(monkeypatch, gathers, reshapes):
+    monkeypatch.setattr(LinearWithExchange, "reshapes", reshapes)
+    module, seen = ColumnParallelLinear(gathers=gathers), []
+    plain = gradients(module)
+    looked_at = gradients(module, lambda values: seen.extend(value.clone() for value in values))
+    for with_look, without in zip(looked_at, plain, strict=True):
+        assert type(with_look) is torch.Tensor
+        assert torch.equal(with_look, without)
+    (product,) = seen
+    assert type(product) is torch.Tensor
+    assert torch.equal(product.view(2, 2, 2), plain[0] - 100.0)  # before it was added up
+
+
+def test_a_layer_of_another_kind_is_left_alone():
+    layer, seen = nn.Linear(2, 3), []
+    layer.register_forward_hook(lambda *a: _after_column(*a, look=seen.append))
+    layer(torch.ones(1, 2)).sum().backward()
+    assert seen == []
+    assert type(layer.weight.grad) is torch.Tensor
+
+
+def test_nothing_is_told_of_what_is_no_product():
+    seen = []
+    gradient = torch.ones(2, 3).as_subclass(TellingGradient)
+    gradient.look = seen.append
+    assert type(gradient.sum(dim=0)) is torch.Tensor
+    assert type(gradient.t().matmul(torch.ones(2, 2))) is torch.Tensor  # the gradient of the weight
+    assert seen == []
+    functional.linear(gradient, torch.ones(4, 3))
+    assert len(seen) == 1
+
+
+@pytest.mark.expects_swallowed
+def test_a_look_that_fails_ends_by_itself_and_the_backward_pass_goes_on():
+    def broken(*_):
+        raise RuntimeError("no room")
+
+    module = ColumnParallelLinear()
+    plain = gradients(module)
+    look = looking("the gradient", broken, lambda: (0, 0, 0))
+    clear_swallowed()
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(module, look), plain, strict=True))
+    assert [str(error) for error in swallowed()] == ["no room"]
+
+
+def test_what_is_given_to_a_collective_is_seen_before_it():
+    seen = []
+    given, other = torch.ones(2), torch.zeros(1)
+    with Handed(seen.append):
+        with pytest.raises(ValueError, match="process group"):  # nobody to exchange it with
+            torch.distributed.all_reduce(given)
+        with pytest.raises(ValueError, match="process group"):
+            torch.distributed.reduce_scatter_single(other, given)
+        given.sum()
+    assert len(seen) == 2
+    assert all(one is given for one in seen)
+
+
+def test_a_method_is_watched_and_put_back():
+    class Model:
+        def loss(self, values):
+            torch.distributed.all_reduce(values)
+
+    model, seen = Model(), []
+    wraps = watch_collectives(model, "loss", seen.append)
+    with pytest.raises(ValueError, match="process group"):
+        model.loss(torch.ones(3))
+    assert [one.shape for one in seen] == [(3,)]
+    with pytest.raises(ValueError, match="process group"):  # outside of it nothing is
+        torch.distributed.all_reduce(torch.ones(1))
+    assert len(seen) == 1
+    wraps.undo()
+    assert vars(model) == {}
+
+
+def local_gradients(stage=0, stages=2):
+    local = BucketGradients(stage=stage, stages=stages)
+    local.begin_step()
+    return local
+
+
+def test_the_gradient_that_a_stage_hands_back_is_looked_at_and_its_method_put_back():
+    class Stage(nn.Module):
+        def set_input_tensor(self, given):
+            self.given = given
+
+    root, local = Stage(), local_gradients(stage=1)
+    watch_stage(root, local.stage(0), local, lambda: (1, 0, 7))
+    arrived = torch.ones(2, requires_grad=True)
+    root.set_input_tensor([arrived])
+    assert root.given == [arrived]
+    (arrived * NAN).sum().backward()
+    number, what = local.first_bad_handover()
+    assert what == "the gradient that pipeline stage 1 hands back, in micro-batch 1,"
+    local.detach()
+    assert "set_input_tensor" not in vars(root)
+    assert number > 2**62
+
+
+def test_backward_passes_come_after_forward_passes_and_go_from_the_last_stage_to_the_first():
+    def first(stage, record, microbatch, count, chunk=0):
+        local = local_gradients(stage=stage)
+        getattr(local, record)("x", torch.tensor([NAN]), microbatch, chunk, count)
+        return local.first_bad_handover()[0]
+
+    in_order = [
+        first(0, "record_exchange", 0, 3),
+        first(1, "record_exchange", 0, 1),
+        first(0, "record_exchange", 0, 1, chunk=1),
+        first(0, "record_exchange", 1, 1),
+        first(0, "record_return", 0, 9, chunk=1),
+        first(1, "record_return", 0, 2),
+        first(1, "record_return", 0, 5),
+        first(0, "record_return", 0, 1),
+        first(1, "record_return", 1, 0),
+    ]
+    assert in_order == sorted(set(in_order))
+    alone = local_gradients(stage=1)
+    alone.record(GradientView([("w", torch.tensor([NAN]))]))
+    assert alone.first_bad_handover()[0] > in_order[-1]  # what came to it from others they know better

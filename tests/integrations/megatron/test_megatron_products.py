@@ -7,7 +7,7 @@ import pytest
 import torch
 from layouts import LAYOUTS, Fault
 from outcomes import Expected, check_cured
-from results import outcome, release
+from results import outcome
 from torch import nn
 
 from gradsentinel.integrations.megatron.exchanges import Exchange, _first, watch
@@ -32,7 +32,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.skipif(release() < (0, 14), reason="up to 0.13 a layer chooses its product anew in each pass")
 @pytest.mark.multiprocess
 @pytest.mark.xdist_group("megatron")
 @pytest.mark.timeout(200)
@@ -80,6 +79,21 @@ class RowParallelLinear(nn.Module):
         return product.add_(self.others)
 
 
+class ChoosingLayer(RowParallelLinear):
+    """As up to release 0.13: an instance has the function, and sets it anew in each pass."""
+
+    _forward_impl = None
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self._forward_impl = torch.matmul
+        product = self._forward_impl(given, self.weight)
+        try:
+            torch.distributed.all_reduce(product)
+        except ValueError:  # there is nobody else
+            product += self.others
+        return product
+
+
 def watched(module: nn.Module, place=lambda: (0, 0, 1)) -> BucketGradients:
     local = BucketGradients()
     local.begin_step()
@@ -113,6 +127,17 @@ def test_a_layer_that_multiplies_another_way_is_looked_at_by_its_input():
     module.multiplies_itself = False
     module(torch.tensor([3.0, 4.0]))
     assert seen(local) == [("the product", 2.0), ("the input", 9.0), ("the product", 4.0)]
+
+
+@torch.no_grad()
+def test_of_a_layer_that_chooses_anew_how_it_multiplies_the_product_is_looked_at_as_it_is_added_up():
+    module = ChoosingLayer()
+    module.others = torch.tensor([100.0, INF])
+    local = watched(module)
+    module(torch.tensor([3.0, -5.0]))
+    assert seen(local) == [("the product", 5.0)]
+    local.detach()
+    assert "forward" not in vars(module)
 
 
 @torch.no_grad()
