@@ -35,9 +35,9 @@ WRITERS = """
     diagnosis/scan diagnosis/self_test diagnosis/sighting diagnosis/trace diagnosis/transient
     diagnosis/update diagnosis/verdict integrations/lightning/again integrations/megatron/exchanges
     integrations/megatron/gradients integrations/megatron/host integrations/megatron/places
-    integrations/megatron/returns integrations/megatron/search integrations/state_check ranks/blame ranks/handover ranks/origin
-    ranks/replicas ranks/testimony ranks/topology state/health state/retreat state/ring
-    state/saved_states
+    integrations/megatron/returns integrations/megatron/search integrations/state_check ranks/blame
+    ranks/handover ranks/origin ranks/replicas ranks/testimony ranks/topology state/health state/retreat
+    state/ring state/saved_states
 """
 # Modules that write messages, evidence, remedies, recoveries and notes of incidents.
 NO_SENTENCES = {

@@ -1,9 +1,14 @@
 """What is kept of the buckets' gradients from before the reduction: numbers at once, names when asked."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradsentinel import gradients
 from gradsentinel.gradients import GradientView
 from gradsentinel.integrations.megatron.gradients import BucketGradients
 
@@ -54,3 +59,35 @@ def test_what_was_overwritten_since_is_remembered_as_it_was():
     local.record(GradientView([("a", gradient)]))
     gradient.zero_()
     assert local.bad_places() == (None, ("a",))
+
+
+class Operators(TorchDispatchMode):
+    """Counts those that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.by_name[func.overloadpacket.__name__] += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("parameters", [3, 400])
+def test_a_bucket_group_takes_two_operators_however_many_parameters_are_in_it(monkeypatch, parameters):
+    """On a device with list kernels, which this CPU stands for: its own are as many as the parameters."""
+    plain = gradients.groups_of
+
+    def on_a_device(tensors, **settings):
+        device = torch.device("cuda")
+        return [replace(one, device=device, fused=True) for one in plain(tensors, **settings)]
+
+    monkeypatch.setattr(gradients, "groups_of", on_a_device)
+    flat = torch.arange(16.0 * parameters)
+    named = [(f"p{number}", flat[16 * number :][:16].view(4, 4)) for number in range(parameters)]
+    local = BucketGradients()
+    local.begin_step()
+    with Operators() as counted:
+        local.record(GradientView(named))
+    assert +counted.by_name == {"_foreach_norm": 1, "stack": 1}
+    assert local.peaks()[0].tolist() == [16.0 * number + 15.0 for number in range(parameters)]
