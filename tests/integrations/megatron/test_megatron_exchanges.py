@@ -6,7 +6,7 @@ import pytest
 import torch
 from layouts import LAYOUTS, Fault
 from outcomes import Expected, check_cured
-from results import outcome
+from results import outcome, release
 from torch import nn
 from torch.nn import functional
 
@@ -70,6 +70,10 @@ FAULTS = {
     "cp2dp2": [returned(2, "layers.1.self_attention.linear_proj", "the gradient of the output of ")],
 }
 """By layout: what goes wrong, and by what the rank is told."""
+MARKS = {
+    "tp2pp2dp2": pytest.mark.slow,
+    "pp2vpp2": pytest.mark.skipif(release() < (0, 13), reason="up to 0.12 chunks are made another way"),
+}
 
 
 @pytest.mark.multiprocess
@@ -77,7 +81,7 @@ FAULTS = {
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if LAYOUTS[name].world > 4 else ()) for name in FAULTS],
+    [pytest.param(name, marks=MARKS.get(name, ())) for name in FAULTS],
 )
 def test_a_transient_fault_within_an_exchange_names_its_rank(megatron, alone, tmp_path, name):
     layout = LAYOUTS[name]
@@ -93,6 +97,38 @@ def test_a_transient_fault_within_an_exchange_names_its_rank(megatron, alone, tm
     check_cured(outcome(alone(layout, steps=3 + len(faults))), outcome(watched), expected)
     for (fault, what), incident in zip(FAULTS[name], watched[0]["incidents"], strict=True):
         assert f"; it began on rank {fault.rank}: {what}" in incident["message"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.xdist_group("megatron")
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("name", "number", "module"),
+    [
+        ("tp2dp2", 0, "decoder.layers.1.mlp.linear_fc1"),
+        ("tp2dp2", 3, "embedding.word_embeddings"),
+        ("tp2dp2", 5, "model"),
+        ("tp2dp2", 7, "model"),
+        ("tp2-sequence", 5, "decoder.layers.0.input_layernorm"),
+        ("ep2", 0, "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1"),
+        ("cp2dp2", 0, "decoder.layers.1.self_attention.linear_proj"),
+        ("pp2", 0, None),  # no module's output and no gradient of its parameters shows it
+    ],
+)
+def test_a_persistent_fault_within_an_exchange_is_traced_on_its_rank(
+    megatron, tmp_path, name, number, module
+):
+    layout, fault = LAYOUTS[name], replace(FAULTS[name][number][0], persistent=True)
+    watched = megatron.run(
+        "train", layout.world, layout, tmp_path, callbacks="NanCallback, Retry", faults=(fault,), steps=4
+    )
+    [incident] = watched[0]["incidents"]
+    assert [result["skipped"] for result in watched] == [[fault.step]] * layout.world
+    assert [rank["rank"] for rank in incident["ranks"]] == [fault.rank]
+    assert f"; it began on rank {fault.rank}" in incident["message"]
+    assert incident["diagnosis"]["module"] == module
+    assert "computed again by all ranks it is not finite either" in incident["diagnosis"]["evidence"][0]
+    assert [result["swallowed"] for result in watched] == [[]] * layout.world
 
 
 class LinearWithExchange(torch.autograd.Function):

@@ -91,7 +91,7 @@ class StageTrace(Trace):  # type: ignore[no-untyped-call]
         receives = "recv" in func.overloadpacket.__name__
         own = [self._writer_of(leaf) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         writer = next((number for number in own if number is not None), None)
-        for leaf in tree_leaves(given if receives else result):
+        for leaf in tree_leaves(given if receives else (result, _written(func, given[0]))):
             cell = self.memory.cell(leaf) if isinstance(leaf, Tensor) else None
             if cell is not None:
                 cell.leaf, cell.fine = _MESSAGE, False
@@ -109,6 +109,12 @@ class StageTrace(Trace):  # type: ignore[no-untyped-call]
         call = super()._call(backward=backward)
         # Above a backward pass there are only the lines of the schedule: the forward pass knows better.
         return Call(call.module, None) if backward else call
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """What an operator writes to of what it is given: some exchanges do not return it."""
+    arguments = zip(func._schema.arguments, args, strict=False)
+    return [given for one, given in arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
 class Tracer(Onlooker):

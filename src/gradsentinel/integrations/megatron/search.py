@@ -21,6 +21,8 @@ from gradsentinel.run import Run
 
 _LOOKED_INTO = frozenset({Kind.NONFINITE_LOSS, Kind.NONFINITE_GRADIENT, Kind.LOSS_SCALE})
 _BEGAN = "; it began on "
+_UNDECIDED = "one of "
+"""So goes on what is said where nobody could tell."""
 _SLOWER = 4.0
 """So many times longer than watching modules it may take to watch the operators of one micro-batch."""
 
@@ -59,10 +61,38 @@ def search(incident: Incident, run: Run) -> None:
             remedy=(f"if it comes back on {incident.who}, run the self-test of its device",),
         )
     elif places:
-        earliest = min(place.order for place in places)
-        first = [place for place in places if place.order == earliest]
+        first = _first(places, _told(incident))
+        if not first:
+            incident.diagnosis = replace(before, evidence=(_again(places), *before.evidence))
+            return
         in_time = run.consensus.all_of(seconds * _SLOWER <= run.diagnosis_budget)
         _tell(incident, before, first, _trace(incident, run, host, first) if in_time else {})
+
+
+def _told(incident: Incident) -> frozenset[int] | None:
+    """Return the ranks of which the step itself has shown that it began there, None if it has not.
+
+    They were told by what they were about to hand to others, or by gradients that are finite elsewhere. The
+    second computation looks at modules and parameters only: with a fault between these it shows whom it
+    reached.
+    """
+    _, began, where = incident.message.partition(_BEGAN)
+    known = bool(began) and not where.startswith(_UNDECIDED)
+    return frozenset(rank.rank for rank in incident.ranks) if known else None
+
+
+def _first(places: Sequence[Place], known: frozenset[int] | None) -> list[Place]:
+    """Return the first places, of the ranks that are known to be the ones; none if it was not seen there."""
+    there = [place for place in places if known is None or place.rank.rank in known]
+    earliest = min((place.order for place in there), default=None)
+    return [place for place in there if place.order == earliest]
+
+
+def _again(places: Sequence[Place]) -> str:
+    """Say what the second computation has shown, of ranks that are not the ones where it began."""
+    first = _first(places, None)
+    who = fold_ranks(place.rank.rank for place in first)
+    return f"computed again by all ranks it is not finite either: on {who}, {first[0]}"
 
 
 def _trace(incident: Incident, run: Run, host: MegatronHost, first: Sequence[Place]) -> dict[int, Traced]:
