@@ -198,6 +198,11 @@ class Responder(Callback):
         del incident, run
         return False
 
+    def rechecks(self, run: Run) -> bool:
+        """Return True if it would compute a step again that may stand as it is; the same on every rank."""
+        del run
+        return False
+
     def closes(self, incident: Incident, run: Run) -> Collection[Action]:
         """Return the rungs that must not be used for this incident, such as those whose budget is used up."""
         del incident, run

@@ -18,6 +18,8 @@ from gradsentinel.ranks.topology import Rank, fold_ranks
 SCHEMA = 1
 OF_THIS_STEP = "of_this_step"
 """In the details of an incident about the state: only the step in flight spoilt it, and can be undone."""
+MAY_STAND = "may_stand"
+"""In the details of an incident that asks for a retry: a step that comes out the same is made as it is."""
 MOST_RANKS = 64
 """So many ranks of an incident are listed with their places; all of them are counted, and told in words."""
 
@@ -107,6 +109,11 @@ class Incident:
     def can_be_undone(self) -> bool:
         """True if the state was good before the step in flight, which has not been made yet."""
         return bool(self.details.get(OF_THIS_STEP))
+
+    @property
+    def may_stand(self) -> bool:
+        """True if the step is to be made as it is unless a second computation shows that it was a fault."""
+        return bool(self.details.get(MAY_STAND)) and self.action is Action.RETRY
 
     @property
     def cured(self) -> bool:

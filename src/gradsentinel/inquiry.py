@@ -122,7 +122,10 @@ class Inquiry:
             self._write(incident)
             self._announce(incident, incident.message)
             return _REPORTED
-        return self._recover(incident)
+        recovery = self._recover(incident)
+        if recovery.outcome is Outcome.REPORTED:  # a warning after all; what follows of it is the same one
+            self._warnings[_key(incident)] = (incident, incident.step)
+        return recovery
 
     def _diagnose(self, incident: Incident) -> None:
         """Find out more, if somebody can; without a diagnosis there is still a recovery."""
@@ -142,7 +145,7 @@ class Inquiry:
 
     def _goes_on(self, incident: Incident) -> bool:
         """Count a warning that goes on step after step, instead of opening an incident for each step."""
-        key = (incident.detector, incident.kind, str(incident.details.get("subject", "")))
+        key = _key(incident)
         first, last_step = self._warnings.get(key, (incident, incident.step))
         self._warnings[key] = (first, incident.step)
         if first is incident or incident.step - last_step > _QUIET_STEPS:
@@ -205,6 +208,10 @@ class Inquiry:
                 run.directory.write_norms(incident, norms, rank=rank)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             logger.error("the norms before incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
+
+
+def _key(incident: Incident) -> tuple[str, Kind, str]:
+    return incident.detector, incident.kind, str(incident.details.get("subject", ""))
 
 
 def _unfounded(entry: Filed) -> Evidence:

@@ -96,7 +96,13 @@ class Ladder:
             RecoveryFailed: if a responder raised on some rank; the cause is chained.
             TrainingAborted: if no rung is left, or the incident asked for it.
         """
-        start = incident.action
+        if not incident.may_stand:
+            return self._climb(incident, run, incident.action)
+        # Without its gradients there is nothing left that could be made.
+        return self._recheck(incident, run) or self._climb(incident, run, Action.SKIP)
+
+    def _climb(self, incident: Incident, run: Run, start: Action) -> Recovery:
+        """Ask the rungs from one upwards, or from a higher one that somebody takes the incident over to."""
         if run.late_step is not None:  # the weights have moved on: the step cannot be made any more
             start = max(start, Action.SKIP)
         for responder in self.responders:
@@ -120,6 +126,21 @@ class Ladder:
                 incident.action = Action.WARN if harmless else responder.rung
                 return recovery
         return self._abort(incident, run, asked=incident.action is Action.ABORT)
+
+    def _recheck(self, incident: Incident, run: Run) -> Recovery | None:
+        """Have a step computed again that is made as it is unless that shows a fault; None if it is lost."""
+        for responder in self.responders:
+            if not responder.rechecks(run):
+                continue
+            recovery, answers, _ = self._ask(responder, responder.respond, incident, run)
+            if len(answers) > 1:
+                self._fail(incident, run, f"{type(responder).__name__} did not do the same on every rank")
+            if recovery is None or not self._holds(recovery, run):
+                return None
+            incident.action = Action.WARN if recovery.outcome is Outcome.REPORTED else responder.rung
+            return recovery
+        incident.action = Action.WARN
+        return Recovery(outcome=Outcome.REPORTED, apply=True, message="the step is made as it is")
 
     def _closed(self, incident: Incident, run: Run) -> set[Action]:
         """Return the rungs that some responder, on some rank, closes for this incident."""

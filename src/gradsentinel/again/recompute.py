@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from gradsentinel.testing import record_swallowed
 
 logger = logging.getLogger("gradsentinel")
 
+_SAME = 1e-3
+"""Two computations of the same step differ by less than this, relatively, where a device is not exact."""
 _NO_FORWARD = "there is no forward= to run: pass forward=lambda model, batch: loss to the Sentinel"
 
 
@@ -230,6 +233,21 @@ def marks_of(run: Run) -> Mapping[str, Mark]:
 
 def _marks_in(view: GradientView) -> Mapping[str, Mark]:
     return dict(zip(view.names, zip(view.norms.tolist(), view.magnitudes.tolist(), strict=True), strict=True))
+
+
+def close_marks(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> bool:
+    """Say whether two computations gave the same gradients, as far as norms and peaks tell."""
+    return before.keys() == after.keys() and all(
+        _close(one, other)
+        for name, mark in before.items()
+        for one, other in zip(mark, after[name], strict=True)
+    )
+
+
+def _close(one: float, other: float) -> bool:
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) <= _SAME * max(abs(one), abs(other))
+    return math.isfinite(one) == math.isfinite(other)  # which of NaN and Inf it is differs between devices
 
 
 def _passes(run: Run) -> Sequence[BackwardPass]:

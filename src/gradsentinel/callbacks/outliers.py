@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Diagnosis, Evidence, TensorEvidence
 from gradsentinel.gradients import GradientView
+from gradsentinel.incident import MAY_STAND
 from gradsentinel.measures.bands import Band
 
 WORDS = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -91,6 +92,7 @@ def evidence_of(
     *,
     step: int,
     action: Action,
+    may_stand: bool,
     view: GradientView,
     past: Sequence[Past],
     window: int,
@@ -109,6 +111,7 @@ def evidence_of(
             "signals": {one.signal: one.as_dict() for one in ordered},
             "exploded": any(one.exploded for one in ordered),
             "history": window,
+            **({MAY_STAND: True} if may_stand else {}),
         },
     )
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from gradsentinel import events
-from gradsentinel.again.recompute import Mark, Recomputed, knows_how, marks_of
+from gradsentinel.again.recompute import Recomputed, close_marks, knows_how, marks_of
+from gradsentinel.again.standing import Standing
 from gradsentinel.callback import Detector
 from gradsentinel.callbacks.recomputing import NONFINITE, Recomputing
 from gradsentinel.decision import Action, Kind
@@ -20,8 +21,6 @@ from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.recovery import Budget
 from gradsentinel.run import Run
 
-_SAME = 1e-3
-"""Two computations of the same step differ by less than this, relatively, where a device is not exact."""
 _OTHER_LOSS = 1e-2
 """Losses of the same micro-batch that differ by more than this, relatively, are not the same loss."""
 _IN_VAIN = 3
@@ -30,6 +29,8 @@ _OWN_DRAWS = (
     "forward= draws from a generator of its own, which is not put back for the second computation: the step "
     "was made with other random numbers than without the fault"
 )
+_REAL = 5
+"""So many spikes in a window that came out the same: this run has them, and no more are computed again."""
 _DOUBLE = math.log(2)
 _LEAST_SCALE = 1.0
 
@@ -39,8 +40,9 @@ class Retry(Recomputing, Detector):
     """Computes a bad step again, from the same batch, random state and buffers; if it is finite now, uses it.
 
     A transient fault then leaves no trace: the run goes on bit for bit as if it had not happened, and no
-    batch is lost. A finite spike counts as a fault if it is not there any more. Needs `forward=`. Hands
-    over when the fault comes back, when the budget is used up, and when computing again fails.
+    batch is lost. A finite spike counts as a fault if it is not there any more; one that is only to be
+    reported is used as it is if it is. Needs `forward=`. Hands over when the fault comes back, when the
+    budget is used up, and when computing again fails.
     Called on: every rank.
     """
 
@@ -57,6 +59,7 @@ class Retry(Recomputing, Detector):
     that comes back is left to the scaler, and so is any later one at such a scale."""
     _budget: Budget = field(init=False, repr=False)
     _in_vain: Budget = field(init=False, repr=False)
+    _real: Budget = field(init=False, repr=False)
     _last_loss: float = field(default=math.nan, init=False, repr=False)
     """Of the last step that was applied."""
     _found_scale: bool = field(default=False, init=False, repr=False)
@@ -73,6 +76,7 @@ class Retry(Recomputing, Detector):
             )
         self._budget = Budget(self.max_retries, self.window)
         self._in_vain = Budget(_IN_VAIN, self.window)
+        self._real = Budget(_REAL, self.window)
 
     def norm_bound(self) -> float:
         """Return infinity: all it looks at is the scaler's overflow, which every rank hears of anyway."""
@@ -120,8 +124,16 @@ class Retry(Recomputing, Detector):
         elif event.scaler_skipped and (not self._found_scale or event.action is Action.WARN):
             self._edge = min(self._edge, scale)
 
+    def rechecks(self, run: Run) -> bool:
+        """Return True as long as steps can be computed again, and few came out the same."""
+        return self._run is not None and bool(
+            self._budget.left(run.iteration) and self._real.left(run.iteration)
+        )
+
     def respond(self, incident: Incident, run: Run) -> Recovery | None:
         """Compute the step again until it is fine, or hand over."""
+        if incident.may_stand:
+            return self._recheck(incident, run)
         recovery = self._try(incident, run)
         if recovery is None and self._suspected(incident):
             return self._leave_to_scaler(run)  # without a retry, this would have been no incident
@@ -141,7 +153,7 @@ class Retry(Recomputing, Detector):
                 return None
             if again.overflow and self._is_scalers(incident, run):
                 return self._leave_to_scaler(run)
-            same = run.consensus.all_of(_same(before, again.marks))
+            same = run.consensus.all_of(close_marks(before, again.marks))
             if again.finite and (incident.kind in NONFINITE or incident.can_be_undone or not same):
                 return self._use(again, attempt, incident, run)
             if again.finite:
@@ -150,6 +162,36 @@ class Retry(Recomputing, Detector):
                 break
         incident.notes += ("computed again, the step fails again: the fault is not transient",)
         return None
+
+    def _recheck(self, incident: Incident, run: Run) -> Recovery | None:
+        """Use other gradients than those of a step that may stand only if they are shown to be right."""
+        if not self._ready(incident, run):
+            return _as_it_is("the step is made as it is")
+        loops = Standing(run)
+        said, recovery = self._second_opinion(loops, incident, run)
+        if recovery is not None:
+            return recovery
+        self._real.spend(run.iteration)
+        if not run.consensus.all_of(loops.put_back()):
+            incident.notes += ("its own gradients were written over when it was computed again",)
+            run.undo_step()
+            return None
+        return _as_it_is(said)
+
+    def _second_opinion(self, loops: Standing, incident: Incident, run: Run) -> tuple[str, Recovery | None]:
+        """Compute the step again, twice if it comes out otherwise: only what comes out twice is believed."""
+        first = self._again(run, tentative=True)
+        if first.failure:
+            incident.notes += (first.failure,)
+            return "the step is made as it is", None
+        if not first.finite:
+            return "computed again it is not finite: that was another fault, the step is made as it is", None
+        if run.consensus.all_of(close_marks(loops.marks, first.marks)):
+            return "computed again it is the same: no transient fault, the step is made as it is", None
+        second = self._again(run, tentative=True)
+        agree = second.finite and run.consensus.all_of(close_marks(first.marks, second.marks))
+        recovery = self._use(second, 2, incident, run) if agree else None
+        return "computed again it does not come out the same each time: the step is made as it is", recovery
 
     def _use(self, again: Recomputed, attempt: int, incident: Incident, run: Run) -> Recovery | None:
         strange = _other_losses(again, run)
@@ -220,6 +262,7 @@ class Retry(Recomputing, Detector):
         return {
             "budget": self._budget.state_dict(),
             "in_vain": self._in_vain.state_dict(),
+            "real": self._real.state_dict(),
             "found_scale": self._found_scale,
             "edge": self._edge,
         }
@@ -228,22 +271,12 @@ class Retry(Recomputing, Detector):
         """Take back what `state_dict` returned."""
         self._budget.load_state_dict(state["budget"])
         self._in_vain.load_state_dict(state["in_vain"])
+        self._real.load_state_dict(state.get("real", {"spent": []}))  # a state of before there were any
         self._found_scale, self._edge = state["found_scale"], state["edge"]
 
 
-def _same(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> bool:
-    """Say whether two computations gave the same gradients, as far as norms and peaks tell."""
-    return before.keys() == after.keys() and all(
-        _close(one, other)
-        for name, mark in before.items()
-        for one, other in zip(mark, after[name], strict=True)
-    )
-
-
-def _close(one: float, other: float) -> bool:
-    if math.isfinite(one) and math.isfinite(other):
-        return abs(one - other) <= _SAME * max(abs(one), abs(other))
-    return math.isfinite(one) == math.isfinite(other)  # which of NaN and Inf it is differs between devices
+def _as_it_is(message: str) -> Recovery:
+    return Recovery(outcome=Outcome.REPORTED, apply=True, message=message)
 
 
 def _other_losses(again: Recomputed, run: Run) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel import events
-from gradsentinel.callback import Detector
+from gradsentinel.callback import Detector, Responder
 from gradsentinel.callbacks.groups import GROUPINGS, GroupNorms
 from gradsentinel.callbacks.outliers import WORDS, Outlier, Past, evidence_of
 from gradsentinel.callbacks.players import player_of
@@ -60,6 +60,10 @@ class SpikeCallback(Detector):
     and abort act."""
     explosion_action: Action | str = Action.RETRY
     """What to do about an explosion; retry falls through to skip where there is no Retry."""
+    recheck: bool = True
+    """Before a spike is only reported, have `Retry` compute the step again, where there is one: what does not
+    come back was a fault, and the right gradients are used; what does is made as it is, bit for bit. False
+    reports without."""
     rule: str = "robust"
     """robust: median and MAD of the logarithm, along the trend; sigma: mean plus and minus `sigmas` standard
     deviations; history: `times` the largest value of the window."""
@@ -90,6 +94,7 @@ class SpikeCallback(Detector):
     group_limit: float = 6.0
     """Standard deviations for those: there are many of them."""
     _run: Run | None = field(default=None, init=False, repr=False)
+    _ladder: list[Responder] = field(default_factory=list, init=False, repr=False)
     _series: dict[str, dict[str, Baseline]] = field(default_factory=dict, init=False, repr=False)
     """By player and signal."""
     _grouped: dict[str, GroupNorms] = field(default_factory=dict, init=False, repr=False)
@@ -137,8 +142,9 @@ class SpikeCallback(Detector):
                 baseline.learn(-1, float(value))
 
     def on_run_start(self, event: events.RunStart) -> None:
-        """Remember the run."""
+        """Remember the run, and who may compute a step again."""
         self._run = event.run
+        self._ladder = [one for one in event.run.callbacks if isinstance(one, Responder)]
 
     def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool | None:
         """Return True if norm and loss are where they are expected; None if groups are watched too."""
@@ -281,13 +287,23 @@ class SpikeCallback(Detector):
             kind=Kind.SPIKE,
             value=value,
             limit=limit,
-            action=self._action(exploded=exploded),
+            action=self._ruling(sight, exploded=exploded)[0],
             confirm=partial(self._confirm, sight, exploded=exploded),
         )
 
     def _action(self, *, exploded: bool) -> Action:
         usual, drastic = Action.parse(self.action), Action.parse(self.explosion_action)
         return max(usual, drastic) if exploded else usual
+
+    def _ruling(self, sight: Sight, *, exploded: bool) -> tuple[Action, bool]:
+        """Return what to ask for, and whether the step may stand if it comes out the same again."""
+        action, run = self._action(exploded=exploded), self._run
+        if action is not Action.WARN or not self.recheck or run is None:
+            return action, False
+        # What was outside a step ago, too, and came out the same then, is no transient fault.
+        lasting = any(baseline.streak for baseline in self._series.get(sight.player, {}).values())
+        again = not lasting and any(one.rechecks(run) for one in self._ladder)
+        return (Action.RETRY, True) if again else (action, False)
 
     def _value(self, name: str, event: events.BeforeClip) -> Tensor | None:
         if not getattr(self, name):
@@ -351,10 +367,12 @@ class SpikeCallback(Detector):
         told = [one for one in outliers if one.exploded or not one.band.early]
         if not told:
             return None
+        action, may_stand = self._ruling(sight, exploded=exploded)
         return evidence_of(
             told,
             step=sight.step,
-            action=self._action(exploded=exploded),
+            action=action,
+            may_stand=may_stand,
             view=sight.view,
             past=self._past,
             window=self.window,

@@ -115,6 +115,8 @@ class Comparison:
 
     against: str = ""
     """Why it is not the same computation; empty if nothing says so."""
+    other_loss: tuple[float, float] | None = None
+    """The loop's loss of a micro-batch and the replay's, if these are not the same."""
     losses: int = 0
     """Finite losses of the loop that came out the same, bit for bit."""
     finite_loss: bool = False
@@ -146,20 +148,24 @@ def compare(
         return Comparison(
             against="the loop wrote to the batch after it was handed out: the replay began with what is left"
         )
-    against, losses, finite = _losses(computed, run)
-    if against or reduced:
-        return Comparison(against=against, losses=losses, finite_loss=finite)
+    numbers = [done.microbatch for done in run.scene.passes if done.loss is not None]
+    if len(set(numbers)) < len(numbers):
+        text = "the loop ran several backward passes on a micro-batch, forward= gives one loss"
+        return Comparison(against=text)
+    other, losses, finite = _losses(computed, run)
+    if other is not None:
+        return Comparison(against=_other_loss(*other, run), other_loss=other, losses=losses)
+    if reduced:
+        return Comparison(losses=losses, finite_loss=finite)
     gradients = compare_gradients(found, add_up(list(computed.values()), scale))
     return Comparison(losses=losses, finite_loss=finite, gradients=gradients)
 
 
-def _losses(computed: Mapping[int, Computed], run: Run) -> tuple[str, int, bool]:
+def _losses(computed: Mapping[int, Computed], run: Run) -> tuple[tuple[float, float] | None, int, bool]:
+    """Return a loss of the loop and the other one of the replay, or how many are alike, and all finite."""
     passes = [done for done in run.scene.passes if done.loss is not None]
     if not passes:
         return _mean_loss(computed, run)
-    numbers = [done.microbatch for done in passes]
-    if len(set(numbers)) < len(numbers):
-        return "the loop ran several backward passes on a micro-batch, forward= gives one loss", 0, False
     alike, finite = 0, True
     for done in passes:
         loss = done.loss
@@ -168,17 +174,17 @@ def _losses(computed: Mapping[int, Computed], run: Run) -> tuple[str, int, bool]
         elif done.microbatch in computed:
             again = computed[done.microbatch].loss
             if float(again) != before:
-                return _other_loss(before, float(again), run), alike, False
+                return (before, float(again)), alike, False
             alike += 1
-    return "", alike, finite
+    return None, alike, finite
 
 
-def _mean_loss(computed: Mapping[int, Computed], run: Run) -> tuple[str, int, bool]:
+def _mean_loss(computed: Mapping[int, Computed], run: Run) -> tuple[tuple[float, float] | None, int, bool]:
     before = run.last_loss
     if before is None or not math.isfinite(before):
-        return "", 0, False
+        return None, 0, False
     now = sum(float(computed[number].loss) for number in sorted(computed)) / len(computed)
-    return ("", 1, True) if now == before else (_other_loss(before, now, run), 0, False)
+    return (None, 1, True) if now == before else ((before, now), 0, False)
 
 
 def _other_loss(before: float, now: float, run: Run) -> str:

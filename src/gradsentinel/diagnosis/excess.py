@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-
-import torch
 
 from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis import swap
@@ -13,8 +10,9 @@ from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.lone_weight import LoneWeight, find_lone_weight
 from gradsentinel.diagnosis.remedy import for_device, for_records
 from gradsentinel.diagnosis.replay import Computed, Replay
+from gradsentinel.diagnosis.spiked import explain_spike, norm_of
 from gradsentinel.evidence import Diagnosis, Sample
-from gradsentinel.incident import fold
+from gradsentinel.incident import Incident, fold
 from gradsentinel.run import Run
 
 _CURED = 8.0
@@ -26,6 +24,7 @@ def explain_excess(
     replay: Replay,
     microbatches: Sequence[MicroBatch],
     computed: Sequence[Computed],
+    incident: Incident,
     time_left: Callable[[], bool],
 ) -> tuple[Diagnosis, int | None, tuple[Sample, ...]]:
     """Return the diagnosis, the micro-batch and the samples; call it inside `Replay.sheltered`.
@@ -34,14 +33,15 @@ def explain_excess(
         replay: of the step.
         microbatches: of the step, in the order of `computed`.
         computed: what they came to; all finite.
+        incident: what it is about.
         time_left: whether there is time for one more run.
     """
     run = replay.run
     lone = find_lone_weight(run)
     if lone is not None:
         return by_lone_weight(lone, run, (_SAME,)), None, ()
-    worst = max(range(len(computed)), key=lambda number: _norm(computed[number]))
-    guilty, before = microbatches[worst], _norm(computed[worst])
+    worst = max(range(len(computed)), key=lambda number: norm_of(computed[number]))
+    guilty, before = microbatches[worst], norm_of(computed[worst])
     healthy = [m.batch for m in run.scene.healthy]
     text = what_is_different(guilty.batch, healthy)
     facts = (_SAME, text) if text else (_SAME,)
@@ -51,11 +51,11 @@ def explain_excess(
         if size is None or not time_left():
             break
         after = swap.compute_without(replay, guilty, rows, size, path)
-        if after is None or _norm(after) * _CURED > before:
+        if after is None or norm_of(after) * _CURED > before:
             continue
         ids = guilty.ids
         who = fold([f"sample {row}" + (f" (id {ids[row]})" if row in ids else "") for row in rows])
-        cure = f"without it the gradient norm is {_norm(after):.4g} instead of {before:.4g}"
+        cure = f"without it the gradient norm is {norm_of(after):.4g} instead of {before:.4g}"
         fact = f"{path or 'the batch'}: {who} is over 1000 times larger than the others; {cure}"
         diagnosis = Diagnosis(
             cause="data",
@@ -66,6 +66,9 @@ def explain_excess(
         )
         samples = tuple(Sample(position=row, id=ids.get(row), field=path) for row in rows)
         return diagnosis, guilty.index, samples
+    spiked = explain_spike(replay, microbatches, computed, worst, incident, facts, time_left)
+    if spiked is not None:
+        return spiked, guilty.index if spiked.cause == "data" else None, ()
     return Diagnosis(cause="unknown", confidence=0.0, phase="backward", evidence=facts), None, ()
 
 
@@ -96,12 +99,3 @@ def by_lone_weight(lone: LoneWeight, run: Run, facts: tuple[str, ...] = ()) -> D
         evidence=(str(lone), why, *facts),
         remedy=(back, *for_device(run)),
     )
-
-
-def _norm(computed: Computed) -> float:
-    norms = [
-        torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-        for gradient in computed.gradients.values()
-        if gradient.layout is torch.strided and not gradient.is_complex()
-    ]
-    return math.hypot(*(float(norm) for norm in norms))

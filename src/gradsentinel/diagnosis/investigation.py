@@ -289,7 +289,7 @@ class Investigation:
         if comes_back(again, self._incident):
             self._progress.stage("looking for what makes it so large")
             diagnosis, guilty, samples = explain_excess(
-                replay, self._microbatches, self._computed, self._time_left
+                replay, self._microbatches, self._computed, self._incident, self._time_left
             )
             return Report(diagnosis=diagnosis, microbatch=guilty, samples=samples)
         diagnosis = judge_again(again, self._incident, run)

@@ -103,15 +103,23 @@ def compute_in_wide(replay: Replay, microbatch: MicroBatch) -> Computed | None:
 
 def finite_with_weights(replay: Replay, microbatch: MicroBatch, snapshot: Snapshot) -> bool | None:
     """Return whether the micro-batch is finite with the weights of a known-good state."""
+    computed = compute_with_weights(replay, microbatch, snapshot)
+    return None if computed is None else is_finite(computed)
+
+
+def compute_with_weights(
+    replay: Replay, microbatch: MicroBatch, snapshot: Snapshot, other: Any = None
+) -> Computed | None:
+    """Compute the micro-batch, or another batch in its place, with the weights of a known-good state."""
 
     def older(name: str, parameter: Tensor) -> Tensor | None:
         kept = snapshot.parameters.get(name)
         fits = kept is not None and kept.shape == parameter.shape
         return kept.detach().to(parameter.device, copy=True) if fits and kept is not None else None
 
-    def with_older() -> bool:
+    def with_older() -> Computed:
         with replay.with_parameters(older):
-            return is_finite(replay.compute(microbatch))
+            return replay.compute(microbatch, batch=None if other is None else _own(other))
 
     return _tried("with older weights", with_older)
 
@@ -150,12 +158,26 @@ def compute_without(
 
 def finite_with_batch(replay: Replay, microbatch: MicroBatch, other: Any) -> bool | None:
     """Return whether another batch is finite with the same weights."""
+    computed = compute_with_batch(replay, microbatch, other)
+    return None if computed is None else is_finite(computed)
 
-    def with_other() -> bool:
-        batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), other)
-        return is_finite(replay.compute(microbatch, batch=batch))
 
-    return _tried("with another batch", with_other)
+def compute_with_batch(replay: Replay, microbatch: MicroBatch, other: Any) -> Computed | None:
+    """Compute another batch with the same weights; None if that fails."""
+    return _tried("with another batch", lambda: replay.compute(microbatch, batch=_own(other)))
+
+
+def _own(batch: Any) -> Any:
+    return map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch)
+
+
+def norms_of(computed: Computed) -> list[Tensor]:
+    """Return the norm of each gradient that has one, 0-dim float64."""
+    return [
+        torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+        for gradient in computed.gradients.values()
+        if gradient.layout is torch.strided and not gradient.is_complex()
+    ]
 
 
 def finite_compiled(replay: Replay, microbatches: Sequence[MicroBatch]) -> bool:

@@ -15,6 +15,7 @@ from gradsentinel.diagnosis.comparison import Comparison, Gradients, add_up
 from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.remedy import for_device
 from gradsentinel.diagnosis.replay import Computed
+from gradsentinel.diagnosis.spiked import is_usual_again
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident, fold
 from gradsentinel.run import Run
@@ -71,6 +72,7 @@ def judge_again(again: Again, incident: Incident, run: Run) -> Diagnosis:
         _added_up(again)
         or _unwritten(again)
         or _in_one_bit(again, run)
+        or _as_usual_again(again, incident, run)
         or _by_other_code(again)
         or _not_shown(again, incident)
         or _in_the_gradients_alone(again)
@@ -195,6 +197,24 @@ def _in_one_bit(again: Again, run: Run) -> Diagnosis | None:
         f"bit {bit}, {first.was:g} instead of {first.should:g}"
     )
     return _answer("hardware", 0.95, fact, remedy=for_device(run)[0])
+
+
+def _as_usual_again(again: Again, incident: Incident, run: Run) -> Diagnosis | None:
+    """A loss that was far out, and is where the run's losses lie when it is computed again.
+
+    An honest "unknown": records that the loop alone changed, by augmentation, do that as a device does.
+    """
+    if again.comparison.other_loss is None or again.compiled is not None or again.custom or again.written:
+        return None
+    before, now = again.comparison.other_loss
+    if run.late_step is not None or _unsettled(again) or not is_usual_again(incident, before, now):
+        return None
+    fact = (
+        f"two further computations agree bit for bit on a loss of {now:.6g}, as usual; the loop's was "
+        f"{before:.6g}: a device failed in it once, or the loop gave the model other records"
+    )
+    remedy = (*for_device(run)[:1], "let forward= compute what the loop computes, augmentation included")
+    return replace(_answer("unknown", 0.4, fact, phase="forward"), remedy=remedy)
 
 
 def _not_shown(again: Again, incident: Incident) -> Diagnosis | None:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
+from typing import Any
 
 from gradsentinel.decision import Action, Kind, Severity, merge
 from gradsentinel.evidence import Diagnosis, Evidence, TensorEvidence
-from gradsentinel.incident import Incident, fold, jsonable, now
+from gradsentinel.incident import MAY_STAND, Incident, fold, jsonable, now
 from gradsentinel.ranks.blame import claim_of
 from gradsentinel.ranks.origin import Claim, Verdict, began
 from gradsentinel.ranks.topology import Rank
@@ -75,7 +76,8 @@ def bounded(evidence: Evidence, *, travels: bool) -> Evidence:
     if travels:
         details = jsonable(evidence.details)
         if len(str(details)) > 2 * _LONGEST_TEXT:
-            details = {"left_out": f"details of {len(str(details))} characters"}
+            stands = {MAY_STAND: details[MAY_STAND]} if MAY_STAND in details else {}
+            details = {"left_out": f"details of {len(str(details))} characters", **stands}
         kept = replace(
             kept,
             message=_short(evidence.message, _LONGEST_TEXT),
@@ -172,7 +174,7 @@ def _open(
         loss=run.last_loss,
         grad_norm=run.last_grad_norm,
         notes=_few(tuple(others)),
-        details=dict(lead.details),
+        details=_details(lead, [s.evidence for _, s in group]),
     )
     incident.concern(origin.values())
     if told.places and told.places != incident.rank_count:
@@ -200,6 +202,8 @@ def _open(
 
 def severity_of(incident: Incident, history: Sequence[Incident]) -> Severity:
     """Return how serious an incident is: one transient fault, a persistent one, or the run at risk."""
+    if incident.may_stand:  # a norm is the same on every rank, and nothing is wrong with the step so far
+        return Severity.WARNING
     independent = incident.details.get("independent_ranks", incident.rank_count)
     if independent > 1 or incident.kind is Kind.RANK_DIVERGENCE:
         return Severity.CRITICAL
@@ -208,6 +212,15 @@ def severity_of(incident: Incident, history: Sequence[Incident]) -> Severity:
     if bad_state or persists or incident.kind is Kind.CALLBACK_ERROR:
         return Severity.ERROR
     return Severity.WARNING
+
+
+def _details(lead: Evidence, everything: Sequence[Evidence]) -> dict[str, Any]:
+    """The details of what leads; the step may stand only if all say so that want anything done about it."""
+    acting = [evidence for evidence in everything if evidence.action > Action.WARN]
+    details = {name: value for name, value in lead.details.items() if name != MAY_STAND}
+    if acting and all(evidence.details.get(MAY_STAND) for evidence in acting):
+        details[MAY_STAND] = True
+    return details
 
 
 def _lead(evidence: Evidence) -> tuple[int, bool, bool]:
