@@ -24,7 +24,7 @@ def standard(run_dir: str | os.PathLike[str] | None = None) -> list[Callback]:
     critical incident is rolled back as long as the budgets last; a job that something starts again
     anyway may prefer `Escalation(critical="abort")`. Called on: every rank, after `init_process_group`.
     """
-    chosen: list[Callback] = [callbacks.NanCallback(), callbacks.SpikeCallback()]
+    chosen: list[Callback] = [callbacks.NanCallback(), callbacks.SpikeCallback(), callbacks.BatchCallback()]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         chosen.append(callbacks.CrossRankCallback())
     chosen += [

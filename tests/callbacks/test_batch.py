@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradsentinel import Action, BatchCallback, ConfigurationError, Kind, NanCallback, Sentinel
+from gradsentinel.measures import mailbox
 from loops import build, differences, finish, generators, make_batches, train_by_hand, train_watched
 
 NAN, INF = float("nan"), float("inf")
@@ -382,24 +383,126 @@ def odd_ones(sentinel):
 
 def test_a_record_far_larger_than_the_others_is_named(run_dir):
     batches = make(40)
-    batches[30]["x"][4, 2] = 1e4
+    batches[30]["x"][4, 2] = 100.0
     sentinel = run_steps(batches, BatchCallback(), run_dir)
     (incident,) = sentinel.incidents
     assert (incident.step, incident.kind, incident.action) == (30, Kind.CUSTOM, Action.WARN)
     assert incident.details["faults"][0] == "outlier"
     assert [(s.position, s.id, s.field) for s in incident.samples] == [(4, "r30.4", "x")]
-    assert "1e+04" in incident.message
+    assert "up to 100" in incident.message
     assert sentinel.applied_steps == 40
 
 
 def test_a_burst_of_outliers_does_not_hide_the_next_one(run_dir):
     batches = make(60)
     for number in (30, 31, 32, 50):
-        batches[number]["x"][4, 2] = 1e4
+        batches[number]["x"][4, 2] = 100.0
     sentinel = run_steps(batches, BatchCallback(), run_dir)
     (incident,) = sentinel.incidents  # one warning that goes on
     assert incident.details["repeated"] == 3
     assert incident.details["last_step"] == 50
+
+
+# -- far beyond the others: dropped before it is learnt from ---------------------------------------------
+
+
+def weighted(count):
+    """Batches with a weight for each record, always 1: a field too small for statistics."""
+    return [{**batch, "weight": torch.ones(6)} for batch in make(count)]
+
+
+def weighted_loss(model, batch):
+    losses = cross_entropy(model(batch["input_ids"], batch["x"]), batch["labels"], reduction="none")
+    return (losses * batch["weight"]).sum() / batch["weight"].sum()
+
+
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("value", [1e3, -1e3, 1e30])
+def test_a_value_far_beyond_the_others_drops_the_step(value, own_backward, run_dir):
+    """Loss and norm are as ever, and yet the update would be that of one record."""
+    batches, model = weighted(40), Model()
+    batches[30]["weight"][4] = value
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    seen = []
+    with Sentinel(model, optimizer, callbacks=[NanCallback(), BatchCallback()], run_dir=run_dir) as sentinel:
+        for batch in sentinel.steps(batches):
+            seen.append(weights(model))
+            loss = weighted_loss(model, batch)
+            if own_backward:
+                loss.backward()
+            else:
+                sentinel.backward(loss)
+            sentinel.step(max_norm=1.0)
+    (incident,) = sentinel.incidents
+    assert (incident.step, incident.kind, str(incident.outcome)) == (30, Kind.NONFINITE_INPUT, "skipped")
+    assert [(s.position, s.id, s.field) for s in incident.samples] == [(4, "r30.4", "weight")]
+    assert (incident.diagnosis.cause, incident.details["faults"]) == ("data", ["outlier"])
+    assert "about 1 is usual" in incident.message
+    assert all(torch.equal(seen[31][name], value) for name, value in seen[30].items())
+    assert sentinel.applied_steps == 39
+
+
+def test_the_micro_batch_that_is_far_beyond_the_others(run_dir):
+    batches = weighted(90)
+    batches[3 * 25 + 2]["weight"][1] = 1e6
+    sentinel = run_steps(batches, BatchCallback(), run_dir, loss=weighted_loss, accumulate=3)
+    (incident,) = sentinel.incidents
+    assert (incident.step, incident.microbatch, str(incident.outcome)) == (25, 2, "skipped")
+    assert sentinel.applied_steps == 29
+
+
+@pytest.mark.parametrize("settings", [{"drop_beyond": None}, {"action": "warn"}])
+def test_what_is_far_beyond_may_be_only_told(settings, run_dir):
+    batches = make(40)
+    batches[30]["x"][4, 2] = 1e4
+    sentinel = run_steps(batches, BatchCallback(**settings), run_dir)
+    assert sentinel.applied_steps == 40
+    assert [i.outcome.value for i in sentinel.incidents] == ["reported"] * len(sentinel.incidents)
+    assert {i.step for i in sentinel.incidents} == {30}
+
+
+def test_what_is_far_beyond_again_and_again_is_how_the_data_is(run_dir):
+    batches, callback = weighted(80), BatchCallback()
+    often = range(30, 80, 5)
+    for number in often:
+        batches[number]["weight"][4] = 1e4
+    sentinel = run_steps(batches, callback, run_dir, loss=weighted_loss)
+    dropped = [i.step for i in sentinel.incidents if i.outcome.value == "skipped"]
+    assert dropped == list(often)[:3]
+    assert sentinel.applied_steps == 77
+    second = BatchCallback()
+    second.load_state_dict(callback.state_dict())
+    assert second.state_dict() == callback.state_dict()
+
+
+def test_numbers_that_are_still_on_their_way_are_judged_on_the_device(run_dir, monkeypatch):
+    """As with a batch on an accelerator: what arrives before the step is made does not matter."""
+    batches, model = weighted(40), Model()
+    batches[30]["weight"][4] = 1e3
+    asked = []
+
+    def late(letter):
+        asked.append(letter)
+        return asked.count(letter) > 2  # before the step is made it is asked for twice
+
+    monkeypatch.setattr(mailbox.Letter, "arrived", late)
+    sentinel = run_steps(batches, BatchCallback(), run_dir, loss=weighted_loss, model=model)
+    assert [(i.step, i.outcome.value) for i in sentinel.incidents] == [(30, "skipped")]
+
+
+def test_heavy_tails_and_fields_that_are_mostly_0_are_left_alone(run_dir):
+    """Largest of six: a Pareto variable without a mean, money, and counts that are 0 in most batches."""
+    data = torch.Generator().manual_seed(5)
+    batches = make(400)
+    for number, batch in enumerate(batches):
+        uniform = torch.rand(6, 4, generator=data)
+        batch["pareto"] = 1 / uniform
+        batch["money"] = torch.exp(2.0 * torch.randn(6, 4, generator=data))
+        batch["counts"] = torch.zeros(6, 4)
+        if number % 7 == 0:
+            batch["counts"][1, 2] = 1000.0 * float(torch.rand(1, generator=data))
+    sentinel = run_steps(batches, BatchCallback(), run_dir)
+    assert sentinel.applied_steps == 400
 
 
 def test_a_mean_that_moves_is_told(run_dir):
@@ -635,6 +738,7 @@ def test_with_a_scaler_the_search_for_a_scale_is_not_blamed_on_the_data(run_dir)
         ({"warmup": 1}, "warmup"),
         ({"limit": 0.0}, "limit"),
         ({"limit": math.nan}, "limit"),
+        ({"drop_beyond": 1.0}, "drop_beyond"),
     ],
 )
 def test_settings_that_cannot_work(settings, words):

@@ -31,6 +31,7 @@ from gradsentinel import (
     Rollback,
     Sentinel,
     Skip,
+    SpikeCallback,
     TrainingAborted,
 )
 from gradsentinel.faults import FaultPlan, MatmulOverflow, PoisonActivation, PoisonGradient
@@ -735,3 +736,174 @@ def test_a_generator_of_the_program_s_own_is_told_and_goes_on_as_if_it_had_drawn
     assert "no batch is lost" in incident.recovery
     assert any("a generator of its own" in note for note in incident.notes)
     assert drawn == expected
+
+
+# -- spikes that are only to be reported ------------------------------------------------------------
+
+
+SPIKE_AT = 30
+
+
+def spiking(
+    run_dir,
+    *,
+    transient: bool,
+    callbacks: Sequence[Any] | None = None,
+    times: float = 40.0,
+    at: Sequence[int] = (SPIKE_AT,),
+    forward: Any = None,
+    count: int = SPIKE_AT + 6,
+    **settings: Any,
+) -> Ended:
+    """Train with a loss that is larger in some steps: in the loop alone, or in forward= as well."""
+    run = build(**{"random": True, "max_norm": 0.5, **settings})
+    batches = make_batches(count * run.accumulate)
+    wanted = [batches[step * run.accumulate]["x"] for step in at]
+
+    def bad(batch: Any) -> bool:
+        return any(torch.equal(batch["x"], x) for x in wanted)
+
+    def same(_: nn.Module, batch: Any) -> Tensor:
+        return run.loss(batch) * (times if bad(batch) and not transient else 1.0)
+
+    sentinel = run.sentinel(
+        [NanCallback(), SpikeCallback(), Retry()] if callbacks is None else callbacks,
+        forward=forward or same,
+        run_dir=run_dir,
+    )
+    ended = Ended(run, sentinel, {})
+    with sentinel:
+        for batch in sentinel.steps(batches, accumulate=run.accumulate):
+            sentinel.backward(run.loss(batch) * (times if bad(batch) else 1.0))
+            norm = sentinel.step(max_norm=run.max_norm)
+            if norm is not None:
+                ended.norms.append(norm)
+    ended.random = generators()
+    return ended
+
+
+def weights_of(ended: Ended) -> dict[str, Any]:
+    return ended.training.state()
+
+
+@pytest.mark.parametrize(
+    "feature", ["plain", "dropout", "accumulate", "scaler", "two optimizers", "bfloat16"]
+)
+def test_a_spike_that_does_not_come_back_leaves_no_trace(feature, tmp_path):
+    """Also one that would only have been reported."""
+    settings = {**FEATURES[feature]}
+    clean = spiking(tmp_path / "clean", transient=True, times=1.0, **settings)
+    faulty = spiking(tmp_path / "faulty", transient=True, **settings)
+    assert clean.outcomes == []
+    assert faulty.outcomes == [(SPIKE_AT, "retried")]
+    assert differences(weights_of(clean), weights_of(faulty)) == []
+    assert differences(clean.random, faulty.random) == []
+    assert differences(clean.norms, faulty.norms) == []
+    assert faulty.sentinel.applied_steps == clean.sentinel.applied_steps
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_spike_that_comes_back_is_made_as_it_is_bit_for_bit(feature, tmp_path):
+    settings = {"accumulate": 1, **FEATURES[feature]}
+    only_told = [NanCallback(), SpikeCallback(recheck=False), Retry()]
+    without = spiking(tmp_path / "without", transient=False, callbacks=only_told, **settings)
+    checked = spiking(tmp_path / "checked", transient=False, **settings)
+    assert without.outcomes == checked.outcomes == [(SPIKE_AT, "reported")]
+    assert differences(weights_of(without), weights_of(checked)) == []
+    assert differences(without.random, checked.random) == []
+    assert differences(without.norms, checked.norms) == []
+    (incident,) = checked.sentinel.incidents
+    assert (incident.action, incident.severity.label) == (Action.WARN, "warning")
+    assert "computed again it is the same" in incident.recovery
+    assert checked.sentinel.applied_steps == without.sentinel.applied_steps
+
+
+def _fails(_: nn.Module, batch: Any) -> Tensor:
+    raise RuntimeError("not twice")
+
+
+def _not_finite(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch["x"]).sum() * math.nan
+
+
+class _Unlike:
+    """Gives another loss each time."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        return model(batch["x"]).square().mean() * self.calls
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (_fails, "the step is made as it is"),
+        (_not_finite, "that was another fault"),
+        (_Unlike(), "does not come out the same each time"),
+        (lambda model, batch: model(batch["x"]).square().mean() * 1e9, "which may be wrong"),
+        (lambda model, batch: model(batch["x"]).square().mean(), "which may be wrong"),
+    ],
+    ids=["raises", "not finite", "another each time", "far out, too", "other operators"],
+)
+def test_a_spike_that_cannot_be_computed_again_is_made_as_it_is(forward, said, tmp_path):
+    """Whatever becomes of the second computation: a healthy step is never worse off for it."""
+    only_told = [NanCallback(), SpikeCallback(recheck=False), Retry()]
+    without = spiking(tmp_path / "without", transient=False, callbacks=only_told)
+    checked = spiking(tmp_path / "checked", transient=False, forward=forward)
+    assert checked.outcomes == [(SPIKE_AT, "reported")]
+    assert said in checked.sentinel.incidents[0].recovery
+    assert differences(weights_of(without), weights_of(checked)) == []
+    assert differences(without.random, checked.random) == []
+
+
+def test_what_stays_outside_is_computed_again_only_once(tmp_path):
+    retry = Retry()
+    later = range(SPIKE_AT, SPIKE_AT + 5)
+    ended = spiking(
+        tmp_path, transient=False, at=later, callbacks=[NanCallback(), SpikeCallback(), retry], count=40
+    )
+    assert ended.outcomes == [(SPIKE_AT, "reported")]
+    assert ended.sentinel.incidents[0].details["repeated"] == 4
+    assert retry._real.left(ended.sentinel.applied_steps) == 4
+
+
+def test_a_run_that_has_spikes_is_not_computed_twice_for_ever(tmp_path):
+    """After five that came out the same the sixth is only told."""
+    retry = Retry()
+    at = range(SPIKE_AT, SPIKE_AT + 21, 3)
+    callbacks = [NanCallback(), SpikeCallback(), retry]
+    ended = spiking(tmp_path, transient=False, at=at, callbacks=callbacks, count=56)
+    said = [incident.recovery for incident in ended.sentinel.incidents]
+    assert sum("computed again it is the same" in text for text in said) == 5
+    assert retry._real.left(ended.sentinel.applied_steps) == 0
+    assert ended.sentinel.applied_steps == 56
+
+
+def test_a_spike_that_somebody_else_wants_dropped_does_not_stand(tmp_path):
+    callbacks = [
+        NanCallback(),
+        SpikeCallback(),
+        MagnitudeCallback(max_global_norm=8.0, action="skip"),
+        Retry(),
+    ]
+    ended = spiking(tmp_path, transient=False, callbacks=callbacks)
+    assert ended.outcomes == [(SPIKE_AT, "skipped")]
+
+
+def test_an_explosion_that_comes_back_is_still_dropped(tmp_path):
+    ended = spiking(tmp_path, transient=False, times=1e7)
+    assert ended.outcomes == [(SPIKE_AT, "skipped")]
+
+
+def test_without_forward_a_spike_is_told_as_ever(tmp_path):
+    run = build(max_norm=0.5)
+    batches = make_batches(SPIKE_AT + 3)
+    with run.sentinel([NanCallback(), SpikeCallback(), Retry()], run_dir=tmp_path) as sentinel:
+        for number, batch in enumerate(sentinel.steps(batches)):
+            sentinel.backward(run.loss(batch) * (40.0 if number == SPIKE_AT else 1.0))
+            sentinel.step(max_norm=0.5)
+    (incident,) = sentinel.incidents
+    assert (incident.step, incident.outcome, incident.recovery) == (SPIKE_AT, Outcome.REPORTED, "")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradsentinel import MagnitudeCallback, NanCallback, Rollback, Sentinel
+from gradsentinel import Kind, MagnitudeCallback, NanCallback, Retry, Rollback, Sentinel, SpikeCallback
 from gradsentinel.diagnosis.lone_weight import find_lone_weight
 from gradsentinel.faults import FaultPlan, FlipBit
 
@@ -214,3 +214,99 @@ def test_only_a_single_weight_counts():
     )
     assert find_lone_weight(FakeRun(w=torch.eye(9).to_sparse())) is None
     assert find_lone_weight(FakeRun(w=spike(3).bfloat16())).name == "w"
+
+
+# -- spikes ------------------------------------------------------------------------------------------
+
+
+def spike_in(run_dir, batches, *, before=lambda step, model: None, more=()):
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    callbacks = [NanCallback(), SpikeCallback(), Retry(), *more]
+    with Sentinel(model, optimizer, callbacks=callbacks, run_dir=run_dir, forward=forward) as sentinel:
+        for step, batch in enumerate(sentinel.steps(batches)):
+            before(step, model)
+            sentinel.backward(forward(model, batch))
+            sentinel.step(max_norm=1.0)
+    return sentinel.incidents
+
+
+def learnable(count):
+    """Records that a linear model can learn, so that another rule stands out."""
+    torch.manual_seed(1)
+    truth = torch.randn(6, 4)
+    found = []
+    for _ in range(count):
+        x = torch.randn(8, 6)
+        found.append({"x": x, "y": x @ truth})
+    return found
+
+
+def test_a_batch_that_the_same_weights_do_not_spoil_is_to_blame(run_dir):
+    batches = learnable(60)
+    batches[50]["y"] = batches[50]["y"].flip(0) * 4  # labels of other records
+    (incident,) = spike_in(run_dir, batches)
+    assert (incident.step, incident.kind, incident.outcome.value) == (50, Kind.SPIKE, "reported")
+    found = incident.diagnosis
+    assert (found.cause, found.phase, incident.microbatch) == ("data", "input", 0)
+    assert "with the batch of the last healthy step and the same weights the loss is" in found.evidence[0]
+
+
+def test_weights_that_spoil_a_healthy_batch_too_are_to_blame(run_dir):
+    def shake(step, model):
+        if step == 50:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(2.0 * torch.randn(parameter.shape))
+
+    incident, *_ = spike_in(run_dir, learnable(60), before=shake, more=[Rollback(every=5, confirm_after=2)])
+    assert (incident.step, incident.kind) == (50, Kind.SPIKE)
+    found = incident.diagnosis
+    assert (found.cause, found.phase) == ("optimizer", "optimizer")
+    assert "and the weights of step" in found.evidence[1]
+
+
+def test_nothing_is_blamed_for_a_spike_in_every_batch_and_state(run_dir):
+    class Once(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.times = net(), 1.0
+
+        def forward(self, x):
+            return self.inner(x) * self.times
+
+    torch.manual_seed(0)
+    model = Once()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = [NanCallback(), SpikeCallback(), Retry(), Rollback(every=5, confirm_after=2)]
+    with Sentinel(model, optimizer, callbacks=watch, run_dir=run_dir, forward=forward) as sentinel:
+        for step, batch in enumerate(sentinel.steps(learnable(60))):
+            model.times = 30.0 if step == 50 else 1.0
+            sentinel.backward(forward(model, batch))
+            sentinel.step(max_norm=1.0)
+    (incident,) = sentinel.incidents
+    assert incident.diagnosis.cause == "unknown"
+
+
+def test_a_loss_scale_next_to_nothing_is_named(run_dir):
+    """Its inverse is infinite, and so is what gradients are multiplied by."""
+    model = net()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = [NanCallback(), SpikeCallback(), Retry()]
+    with Sentinel(
+        model, optimizer, callbacks=watch, run_dir=run_dir, forward=forward, scaler=scaler
+    ) as sentinel:
+        for step, batch in enumerate(sentinel.steps(learnable(30))):
+            if step == 25:
+                scaler._scale.fill_(2.0**-140)
+            sentinel.backward(forward(model, batch))
+            sentinel.step(max_norm=1.0)
+            if step == 25:
+                scaler._scale.fill_(1024.0)
+    (incident,) = sentinel.incidents
+    assert incident.step == 25
+    assert not sentinel.applied or sentinel.applied_steps == 29
+    assert (incident.diagnosis.cause, incident.diagnosis.phase) == ("precision", "backward")
+    assert "infinite in float32" in incident.diagnosis.evidence[0]

@@ -22,7 +22,8 @@ CHINESE = re.compile("[\u4e00-\u9fff\uff00-\uffef]")
 
 WRITERS = """
     evidence incident inquiry recovery again/recompute bus callbacks/batch callbacks/batch_evidence
-    callbacks/batch_fields callbacks/batch_habits callbacks/batch_share callbacks/cross_rank
+    callbacks/batch_fields callbacks/batch_gross callbacks/batch_habits callbacks/batch_share
+    callbacks/cross_rank
     callbacks/device_health callbacks/escalation callbacks/forecast callbacks/headroom
     callbacks/health_evidence callbacks/lifeless callbacks/loss_scale callbacks/lost_eps
     callbacks/magnitude callbacks/nan
@@ -32,7 +33,8 @@ WRITERS = """
     diagnosis/comparison diagnosis/custom diagnosis/diagnose diagnosis/excess diagnosis/fields
     diagnosis/findings diagnosis/fingerprint diagnosis/investigation diagnosis/lone_weight
     diagnosis/operands diagnosis/rehearsal diagnosis/remedy diagnosis/replay diagnosis/rules
-    diagnosis/scan diagnosis/self_test diagnosis/sighting diagnosis/trace diagnosis/transient
+    diagnosis/scan diagnosis/self_test diagnosis/sighting diagnosis/spiked diagnosis/trace
+    diagnosis/transient
     diagnosis/update diagnosis/verdict integrations/lightning/again integrations/megatron/exchanges
     integrations/megatron/gradients integrations/megatron/host integrations/megatron/places
     integrations/megatron/returns integrations/megatron/search integrations/state_check ranks/blame

@@ -83,6 +83,8 @@ class Recomputed:
     """True if only the gradients are not finite, and there is a GradScaler whose business that may be."""
     draws_alike: bool = True
     """True if it left the random generators of this rank where the loop's own step had."""
+    node: Any = None
+    """The autograd node behind the loss of the micro-batch that `Scene.graph` is about, where it is known."""
     own_draws: bool = False
     """True if `forward=` drew, on this rank, from a generator that the program made itself."""
     grad_norm: float = 0.0
@@ -175,10 +177,11 @@ def recompute(
     failure: Exception | None = None
     after_forward = after_loop
     own = own_generators(run)
+    nodes: list[Any] = []
     try:
         with torch.enable_grad(), _counters_kept(run):
             _clear(run)
-            losses.extend(_compute_all(run, around))
+            losses.extend(_compute_all(run, around, nodes))
             after_forward = RngState.capture((run.host.device.type,))
     except Exception as error:
         if not tentative:
@@ -193,7 +196,7 @@ def recompute(
         told = run.consensus.gather("" if failure is None else f"{type(failure).__name__}: {failure}")
         return Recomputed(failure=f"computing the step again failed: {next(filter(None, told))}")
     outcome = _look_at(run, tuple(losses), draws_alike=_same_draws(after_loop, after_forward))
-    outcome = replace(outcome, own_draws=bool(moved))
+    outcome = replace(outcome, own_draws=bool(moved), node=nodes[-1] if nodes else None)
     if not outcome.finite and not outcome.overflow:
         _clear(run, flags)
     return outcome
@@ -256,16 +259,20 @@ def _passes(run: Run) -> Sequence[BackwardPass]:
     return tuple(run.scene.passes) or (BackwardPass(reduction=host.reduction.state()),)
 
 
-def _compute_all(run: Run, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[Tensor]:
+def _compute_all(
+    run: Run, around: Callable[[], AbstractContextManager[Any]], nodes: list[Any]
+) -> Iterator[Tensor]:
     if hasattr(run.host, "compute_again"):
         host: OwnRecompute = run.host  # type: ignore[assignment] # likewise
         yield from host.compute_again(run, None if around is nullcontext else around)
         return
     for done in _passes(run):
-        yield _compute(run, done, around)
+        yield _compute(run, done, around, nodes)
 
 
-def _compute(run: Run, done: BackwardPass, around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+def _compute(
+    run: Run, done: BackwardPass, around: Callable[[], AbstractContextManager[Any]], nodes: list[Any]
+) -> Tensor:
     scene, host = run.scene, run.host
     microbatch = scene.microbatches[done.microbatch]
     rng = scene.rng if scene.repeated and scene.rng is not None else microbatch.rng
@@ -277,6 +284,8 @@ def _compute(run: Run, done: BackwardPass, around: Callable[[], AbstractContextM
         rng.restore()
         with around():
             loss = call_forward(run, run.model, batch)
+        if scene.graph is not None and scene.graph[0] == done.microbatch:
+            nodes.append(loss.grad_fn)
         run_backward(host, loss, divisor=done.divisor, settings=done.settings)
     run.local.end_microbatch()
     return loss.detach()

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from gradsentinel import events
-from gradsentinel.again.scene import MicroBatch
 from gradsentinel.callback import Comparer
 from gradsentinel.callbacks.batch_evidence import (
     evidence_of,
-    evidence_of_oddities,
     facts_of_failure,
+    fault_beyond,
     faults_of,
 )
 from gradsentinel.callbacks.batch_fields import Reader, checked_ranges, is_empty, tables_of
+from gradsentinel.callbacks.batch_gross import Beyond, Gross
 from gradsentinel.callbacks.batch_habits import Habits, Oddity
+from gradsentinel.callbacks.batch_look import Look, either, told_of, warning, was_fine, where_bad
 from gradsentinel.callbacks.batch_meter import (
     BEYOND,
     EMPTY,
@@ -31,10 +32,8 @@ from gradsentinel.callbacks.batch_meter import (
     OUT_OF_RANGE,
     UNSELECTED,
     Meter,
-    Reading,
 )
 from gradsentinel.callbacks.batch_share import Share
-from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.evidence import Evidence, Finding
@@ -46,30 +45,6 @@ logger = logging.getLogger("gradsentinel")
 
 _HARMLESS = "loss and gradients are finite all the same, and the step was made"
 _ON_PURPOSE = "; if it is meant so, name the field in allow_nonfinite="
-
-
-@dataclass(slots=True)
-class _Look:
-    """What was seen of a micro-batch."""
-
-    step: int
-    microbatch: int
-    batch: Any
-    bad: Tensor | None = None
-    """0-dim bool on the run's device: is something wrong that may spoil the step? None: nothing is."""
-    empty: bool = False
-    drawn: MicroBatch | None = None
-    """The same as the run has it."""
-    letters: list[tuple[Reading, Mailbox, Letter]] = field(default_factory=list)
-
-    @property
-    def ids(self) -> dict[int, Any]:
-        """The ids of its records, by position."""
-        return sample_ids(self.batch) if self.drawn is None else self.drawn.ids
-
-    def arrived(self) -> bool:
-        """Return True if its numbers can be read."""
-        return all(letter.arrived() for _, _, letter in self.letters)
 
 
 @dataclass(kw_only=True)
@@ -99,16 +74,20 @@ class BatchCallback(Comparer):
     """So many micro-batches are looked at before any is called unusual."""
     limit: float = 8.0
     """Standard deviations above which a size or a mean is unusual; a size also has to be eightfold."""
+    drop_beyond: float | None = 100.0
+    """Values so many times beyond the bound of what is unusual drop the step before it is made, at most 3 in
+    1000: what comes more often is how the data is. None: they are only told."""
     compare_every: int = 100
     """Compare what the ranks see after every so many steps; 0: never."""
     _run: Run | None = field(default=None, init=False, repr=False)
     _reader: Reader = field(init=False, repr=False)
     _meter: Meter = field(init=False, repr=False)
     _habits: Habits = field(init=False, repr=False)
+    _gross: Gross = field(init=False, repr=False)
     _mailboxes: dict[torch.device, Mailbox] = field(default_factory=dict, init=False, repr=False)
-    _looks: list[_Look] = field(default_factory=list, init=False, repr=False)
+    _looks: list[Look] = field(default_factory=list, init=False, repr=False)
     """The micro-batches of the step in flight."""
-    _waiting: deque[_Look] = field(default_factory=deque, init=False, repr=False)
+    _waiting: deque[Look] = field(default_factory=deque, init=False, repr=False)
     """Micro-batches whose numbers are to be judged when it is known how their step went."""
     _told: set[tuple[str, str]] = field(default_factory=set, init=False, repr=False)
     """What the model copes with: fault and field."""
@@ -133,18 +112,22 @@ class BatchCallback(Comparer):
             raise ConfigurationError(f"warmup={self.warmup}: of fewer than 3 batches nothing is usual")
         if not self.limit > 0:
             raise ConfigurationError(f"limit={self.limit} must be above 0")
+        if self.drop_beyond is not None and not self.drop_beyond > 1:
+            raise ConfigurationError(f"drop_beyond={self.drop_beyond} is a factor above 1, or None for never")
         self._allowed = set(self.allow_nonfinite)
         self._reader = Reader(ranges, {})
         self._meter = Meter(self.ignore_index)
         self._habits = Habits(warmup=self.warmup, limit=self.limit)
+        times = self.drop_beyond if self.statistics_every else None
+        self._gross = Gross(warmup=self.warmup, limit=self.limit, times=times)
 
     def norm_bound(self) -> float:
         """Return infinity: before the clip a finite norm passes."""
         return math.inf
 
     def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool:
-        """Return True: what it says before the clip, it says of a loss or gradient that is not finite."""
-        return True
+        """Return True unless a batch is far beyond the others; the rest it says of what is not finite."""
+        return all(look.arrived() and not self._beyond(look) for look in self._looks)
 
     def on_run_start(self, event: events.RunStart) -> None:
         """See what the model can look up."""
@@ -160,7 +143,7 @@ class BatchCallback(Comparer):
             self._looks = []
         self._in_flight = True
         fields = self._reader.read(event.batch)
-        look = _Look(event.step, event.microbatch, event.batch, empty=is_empty(event.batch, fields))
+        look = Look(event.step, event.microbatch, event.batch, empty=is_empty(event.batch, fields))
         if self._run is not None and self._run.scene.microbatches:
             look.drawn = self._run.scene.microbatches[-1]
         self._looks.append(look)
@@ -176,26 +159,69 @@ class BatchCallback(Comparer):
         outside: list[Tensor] = []
         for reading in self._meter.measure(fields, allowed=self._allowed, statistics=bool(due)):
             look.letters.append((reading, *self._post(reading.sheet)))
-            look.bad = _either(look.bad, None if reading.bad is None else self._here(reading.bad))
+            look.bad = either(look.bad, None if reading.bad is None else self._here(reading.bad))
             outside += reading.outside
         confirm = self._confirming([look], only=OUT_OF_RANGE)
         flags = [flag for flag in map(self._here, outside) if flag is not None]
         return [self._finding(flag, confirm, look.microbatch) for flag in flags]
 
-    def on_after_backward(self, event: events.AfterBackward) -> Finding | None:
-        """Report the batch if something is wrong with it and the loss is not finite."""
+    def on_after_backward(self, event: events.AfterBackward) -> list[Finding]:
+        """Report the batch if it is far beyond the others, or if it is bad and the loss is not finite."""
         look = next((look for look in self._looks if look.microbatch == event.microbatch), None)
-        if look is None or look.bad is None or event.loss is None:
-            return None
-        return self._finding(_where(look.bad, event.loss), self._confirming([look]), look.microbatch)
+        if look is None:
+            return []
+        look.judged = True
+        found = self._far_out(look)
+        if look.bad is not None and event.loss is not None:
+            spoilt = where_bad(look.bad, event.loss)
+            found.append(self._finding(spoilt, self._confirming([look]), look.microbatch))
+        return found
 
-    def on_before_clip(self, event: events.BeforeClip) -> Finding | None:
+    def on_before_clip(self, event: events.BeforeClip) -> list[Finding]:
         """Report the batches if something is wrong with one and the gradients are not finite."""
+        found: list[Finding] = []
+        if self._run is not None and self._run.consensus.world_size == 1:  # several ask before, if at all
+            found = [one for look in self._looks if not look.judged for one in self._far_out(look)]
         looks = [look for look in self._looks if look.bad is not None]
-        bad = reduce(_either, (look.bad for look in looks), None)
-        if bad is None or event.loss_scale is not None:  # the scaler drops such a step itself
+        bad = reduce(either, (look.bad for look in looks), None)
+        if bad is not None and event.loss_scale is None:  # else the scaler drops such a step itself
+            spoilt = where_bad(bad, event.gradients.total_norm)
+            found.append(self._finding(spoilt, self._confirming(looks), None))
+        return found
+
+    def _far_out(self, look: Look) -> list[Finding]:
+        """Return a finding about values far beyond the usual ones; on the device if they are not here yet."""
+        iteration = 0 if self._run is None else self._run.iteration
+        if not look.arrived():
+            shares = [self._gross.share(reading, iteration) for reading, _, _ in look.letters]
+            there = [self._here(share) for share in shares if share is not None]
+            values = [share for share in there if share is not None]
+        else:
+            values = [torch.tensor(2.0)] if self._beyond(look) else []
+        return [
+            Finding(
+                kind=Kind.NONFINITE_INPUT,
+                value=value,
+                limit=1.0,
+                action=Action.parse(self.action),
+                confirm=lambda: self._confirm_beyond(look),
+                microbatch=look.microbatch,
+            )
+            for value in values
+        ]
+
+    def _beyond(self, look: Look) -> list[Beyond]:
+        iteration = 0 if self._run is None else self._run.iteration
+        return [one for pair in look.read() for one in self._gross.found(*pair, iteration)]
+
+    def _confirm_beyond(self, look: Look) -> Evidence | None:
+        beyond = self._beyond(look)
+        if not beyond:
             return None
-        return self._finding(_where(bad, event.gradients.total_norm), self._confirming(looks), None)
+        if self._run is not None:
+            self._gross.dropped(self._run.iteration)
+        faults = [fault_beyond(one, look.batch) for one in beyond]
+        return evidence_of(faults, look.ids, Action.parse(self.action), look.microbatch)
 
     def _post(self, sheet: Tensor) -> tuple[Mailbox, Letter]:
         mailbox = self._mailboxes.setdefault(sheet.device, Mailbox(sheet.device))
@@ -221,9 +247,7 @@ class BatchCallback(Comparer):
 
     # -- on the host -----------------------------------------------------------------------------------
 
-    def _confirming(
-        self, looks: Sequence[_Look], *, only: str | None = None
-    ) -> Callable[[], Evidence | None]:
+    def _confirming(self, looks: Sequence[Look], *, only: str | None = None) -> Callable[[], Evidence | None]:
         """Return what names the faults of the first of these micro-batches that has any."""
 
         def confirm() -> Evidence | None:
@@ -246,16 +270,17 @@ class BatchCallback(Comparer):
         while self._waiting and self._waiting[0].step <= event.step and self._waiting[0].arrived():
             look = self._waiting.popleft()
             marks, odd = self._read(look, learn=event.applied)
-            if marks and _was_fine(event):
-                findings.append(_warning(self._coped(look, marks)))
+            if marks and was_fine(event):
+                findings.append(warning(self._coped(look, marks)))
             if odd:
-                findings.append(_warning(_told_of(odd, look)))
+                findings.append(warning(told_of(odd, look)))
         return findings
 
     def on_recovery(self, event: events.RecoveryEvent) -> None:
         """Forget what was learnt of steps that are taken back."""
         if event.recovery.step is not None:
             self._habits.forget_from(event.recovery.step)
+            self._gross.forget_from(event.recovery.step)
             self._waiting.clear()
 
     def on_run_end(self, event: events.RunEnd) -> None:
@@ -275,29 +300,38 @@ class BatchCallback(Comparer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what batches usually are like."""
-        return {"habits": self._habits.state_dict(), "told": sorted(map(list, self._told))}
+        return {
+            "habits": self._habits.state_dict(),
+            "gross": self._gross.state_dict(),
+            "told": sorted(map(list, self._told)),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self._habits.load_state_dict(state["habits"])
+        if "gross" in state:  # earlier versions did not follow it
+            self._gross.load_state_dict(state["gross"])
         self._told = {(mark, path) for mark, path in state["told"]}
         self._allowed |= {path for mark, path in self._told if mark == NONFINITE}
 
-    def _read(self, look: _Look, *, learn: bool) -> tuple[list[tuple[str, str]], list[Oddity]]:
+    def _read(self, look: Look, *, learn: bool) -> tuple[list[tuple[str, str]], list[Oddity]]:
         """Return the faults that were not told yet, and what is unusual."""
         marks = [(EMPTY, "")] if look.empty else []
         odd: list[Oddity] = []
-        for reading, mailbox, letter in look.letters:
-            sheet = letter.read()
+        read = look.read()
+        for _, mailbox, letter in look.letters:
             mailbox.take_back(letter)
+        for reading, sheet in read:
             marks += reading.marks(sheet)
+            if learn:
+                self._gross.learn(look.step, reading, sheet)
             rows = reading.rows(sheet)
             if learn and rows is not None:
                 odd += self._habits.judge(look.step, reading.statistics(sheet), rows)
         silent = {UNSELECTED, OUT_OF_RANGE}  # no fault by itself; told at once
         return [mark for mark in marks if mark not in self._told and mark[0] not in silent], odd
 
-    def _coped(self, look: _Look, marks: Sequence[tuple[str, str]]) -> Callable[[], Evidence | None]:
+    def _coped(self, look: Look, marks: Sequence[tuple[str, str]]) -> Callable[[], Evidence | None]:
         """Return what tells of faults that did no harm, once each."""
         self._told.update(marks)
         self._allowed |= {path for mark, path in marks if mark == NONFINITE}
@@ -354,26 +388,3 @@ class BatchCallback(Comparer):
         if message is None:
             return None
         return Finding(kind=Kind.CUSTOM, value=torch.tensor(True), action=Action.WARN, message=message)
-
-
-def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one | other
-
-
-def _where(bad: Tensor, value: Tensor) -> Tensor:
-    """The value if the batch is bad, else 0; 0-dim, no wait."""
-    return torch.where(bad.to(value.device), value.detach().reshape(()), 0.0)
-
-
-def _was_fine(event: events.AfterStep) -> bool:
-    return event.applied and math.isfinite(event.grad_norm) and math.isfinite(event.loss or 0.0)
-
-
-def _warning(confirm: Callable[[], Evidence | None]) -> Finding:
-    return Finding(kind=Kind.CUSTOM, value=torch.tensor(True), action=Action.WARN, confirm=confirm)
-
-
-def _told_of(odd: Sequence[Oddity], look: _Look) -> Callable[[], Evidence | None]:
-    return lambda: evidence_of_oddities(odd, look.batch, look.ids, look.microbatch)

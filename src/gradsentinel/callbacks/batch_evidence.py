@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.callbacks.batch_fields import Field, Reader, is_empty, record_count
+from gradsentinel.callbacks.batch_gross import Beyond
 from gradsentinel.callbacks.batch_habits import COPIES, MANY, OUTLIER, Oddity
 from gradsentinel.callbacks.batch_meter import (
     BEYOND,
@@ -37,6 +38,7 @@ _REMEDIES = {
     IGNORED: "leave out batches in which nothing is supervised, or divide by max(count, 1)",
     MASKED: "leave out {who}, or give a fully masked record one position",
     UNSELECTED: "leave out batches in which nothing is selected, or divide by max(count, 1)",
+    OUTLIER: "repair or filter {who}, or look at what scales the data when it is read",
     EMPTY: "leave out empty batches when loading (drop_last=True, or a filter after the sampler)",
 }
 
@@ -108,6 +110,13 @@ def evidence_of(
         ),
         details={"faults": list(dict.fromkeys(fault.mark for fault in faults))},
     )
+
+
+def fault_beyond(beyond: Beyond, batch: Any) -> Fault:
+    """Return the fault of a field with values far beyond the usual ones, with the records that have them."""
+    tensor = dict(tensors_in(batch)).get(beyond.path)
+    rows = () if tensor is None else _rows_above(tensor, beyond.limit, record_count(batch))
+    return Fault(OUTLIER, beyond.path, beyond.fact, rows)
 
 
 def evidence_of_oddities(

@@ -18,9 +18,9 @@ _MEMORY = 200
 """So many batches count for that share."""
 MANY = 0.5
 """So large a share of copies is told."""
-_FIELDS = 64
+MOST_FIELDS = 64
 """So many fields are followed; a batch with more is a list of records."""
-_LARGER = math.log(8.0)
+LARGER = math.log(8.0)
 """An outlier is at least 8 times as large as what was usual, however steady that was."""
 _ELSEWHERE = 1.0
 """A mean has moved if it is a standard deviation of the data away, however steady it was."""
@@ -177,9 +177,9 @@ class Habits:
         self._copies, self._constant = Mean(*state["copies"]), Mean(*state["constant"])
 
     def _habit(self, path: str) -> _Habit | None:
-        if path not in self._fields and len(self._fields) < _FIELDS:
+        if path not in self._fields and len(self._fields) < MOST_FIELDS:
             self._fields[path] = _Habit(
-                size=Usual(limit=self.limit, floor=_LARGER, warmup=self.warmup, sizes=True),
+                size=Usual(limit=self.limit, floor=LARGER, warmup=self.warmup, sizes=True),
                 place=Usual(limit=self.limit, floor=_ELSEWHERE, warmup=self.warmup),
                 constant=Rate(self.warmup),
             )

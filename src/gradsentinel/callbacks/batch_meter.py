@@ -100,6 +100,15 @@ class Reading:
             Statistics(one.path, *pair) for one, pair in ranges.items() if one.large and not one.is_float
         ]
 
+    def sizes(self, sheet: Sequence[float]) -> list[tuple[str, float]]:
+        """Return path and largest magnitude of each field of numbers, once the sheet is on the host."""
+        return [(path, max(abs(sheet[at]), abs(sheet[at + 1]))) for at, path in self.places()]
+
+    def places(self) -> list[tuple[int, str]]:
+        """Return where in the sheet the smallest number of each field of numbers is; the largest follows."""
+        first = len(self.flagged)
+        return [(first + 2 * number, one.path) for number, one in enumerate(self.floats) if one.sized]
+
     def rows(self, sheet: Sequence[float]) -> Rows | None:
         """Return how the records compare, once the sheet is on the host."""
         if self.main is None:

@@ -13,8 +13,10 @@ from gradsentinel import events
 from gradsentinel.again.recompute import Recomputed, close_marks, knows_how, marks_of
 from gradsentinel.again.standing import Standing
 from gradsentinel.callback import Detector
+from gradsentinel.callbacks.outliers import WORDS
 from gradsentinel.callbacks.recomputing import NONFINITE, Recomputing
 from gradsentinel.decision import Action, Kind
+from gradsentinel.diagnosis.graph import difference, graph_of
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.incident import Incident, Outcome, Recovery
@@ -189,9 +191,13 @@ class Retry(Recomputing, Detector):
         if run.consensus.all_of(close_marks(loops.marks, first.marks)):
             return "computed again it is the same: no transient fault, the step is made as it is", None
         second = self._again(run, tentative=True)
-        agree = second.finite and run.consensus.all_of(close_marks(first.marks, second.marks))
-        recovery = self._use(second, 2, incident, run) if agree else None
-        return "computed again it does not come out the same each time: the step is made as it is", recovery
+        if not second.finite or not run.consensus.all_of(close_marks(first.marks, second.marks)):
+            return "computed again it does not come out the same each time: the step is made as it is", None
+        doubt = next(filter(None, run.consensus.gather(_doubt(second, incident, run))), "")
+        if doubt:
+            incident.notes += (doubt,)
+        recovery = None if doubt else self._use(second, 2, incident, run)
+        return "computed again it is another one, which may be wrong: the step is made as it is", recovery
 
     def _use(self, again: Recomputed, attempt: int, incident: Incident, run: Run) -> Recovery | None:
         strange = _other_losses(again, run)
@@ -275,15 +281,41 @@ class Retry(Recomputing, Detector):
         self._found_scale, self._edge = state["found_scale"], state["edge"]
 
 
+def _doubt(again: Recomputed, incident: Incident, run: Run) -> str:
+    """Return what speaks against a second computation that comes out otherwise; empty if nothing does.
+
+    The loop's own gradients could be used as well, so this one has to be as usual, and has to be shown to
+    compute what the loop does: by the same loss, or by the same operators.
+    """
+    signals = incident.details.get("signals") or {}
+    mine = any(place.rank == run.rank.rank for place in incident.ranks)
+    seen = {"grad_norm": again.grad_norm, **({"loss": again.loss} if mine else {})}
+    for name, value in seen.items():
+        if name in signals and value is not None and not value <= float(signals[name]["bound"]):
+            return f"computed again it is far from usual, too: a {WORDS[name]} of {value:.4g}"
+    if not _other_losses_here(again, run) or hasattr(run.host, "compute_again"):
+        return ""
+    if str(getattr(run.forward, "__module__", "")).startswith("gradsentinel."):
+        return ""  # an adapter's: it runs the very step that the framework ran
+    if run.scene.graph is None or again.node is None:
+        return "the loop did not show its loss (sentinel.backward(loss)): it may compute more than forward="
+    what = difference(graph_of(run.scene.graph[1]), graph_of(again.node))
+    return f"the loop ran other operators than forward= ({what})" if what else ""
+
+
 def _as_it_is(message: str) -> Recovery:
     return Recovery(outcome=Outcome.REPORTED, apply=True, message=message)
 
 
 def _other_losses(again: Recomputed, run: Run) -> int:
     """Count the micro-batches, on all ranks, whose loss was finite in the loop and is another one now."""
+    return int(run.consensus.total(torch.tensor([float(_other_losses_here(again, run))])))
+
+
+def _other_losses_here(again: Recomputed, run: Run) -> int:
+    """Count those of this rank."""
     seen = [done.loss for done in run.scene.passes if done.loss is not None]
     pairs = [(float(one), float(two)) for one, two in zip(seen, again.losses, strict=False)]
-    odd = sum(
+    return sum(
         math.isfinite(one) and abs(one - two) > _OTHER_LOSS * max(abs(one), abs(two)) for one, two in pairs
     )
-    return int(run.consensus.total(torch.tensor([float(odd)])))

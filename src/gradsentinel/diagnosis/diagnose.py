@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,10 @@ from gradsentinel.run import Run
 NONFINITE = {Kind.NONFINITE_LOSS, Kind.NONFINITE_GRADIENT, Kind.LOSS_SCALE}
 FINITE = {Kind.MAGNITUDE, Kind.SPIKE}
 _CERTAIN = 0.5
+_SCALE_REMEDY = (
+    "find what set or lowered the loss scale; a GradScaler(init_scale=65536.0) begins anew",
+    "train in bfloat16, which needs no loss scale",
+)
 
 
 def findings_of(incident: Incident, run: Run) -> Findings | None:
@@ -94,6 +99,9 @@ def _desynchronised(incident: Incident) -> Diagnosis:
 
 
 def _investigate(incident: Incident, run: Run, progress: Progress) -> Report:
+    collapsed = _collapsed_scale(run)
+    if collapsed is not None:
+        return Report(diagnosis=collapsed)
     reason = reason_against(run)
     if reason is not None:
         return _not_replayed(incident, run, reason)
@@ -102,6 +110,20 @@ def _investigate(incident: Incident, run: Run, progress: Progress) -> Report:
     if investigation.findings is not None:
         keep_findings(incident, investigation.findings)
     return report
+
+
+def _collapsed_scale(run: Run) -> Diagnosis | None:
+    """Say so if the gradients were multiplied by infinity: the inverse of a loss scale that is next to 0."""
+    scale = getattr(getattr(run.host, "scaler", None), "_scale", None)
+    if scale is None or math.isfinite(float(scale.double().reciprocal().float())):
+        return None
+    fact = (
+        f"the loss scale is {float(scale):g}: gradients are multiplied by its inverse, which is infinite in "
+        "float32"
+    )
+    return Diagnosis(
+        cause="precision", confidence=0.95, phase="backward", evidence=(fact,), remedy=_SCALE_REMEDY
+    )
 
 
 def _not_replayed(incident: Incident, run: Run, reason: str) -> Report:

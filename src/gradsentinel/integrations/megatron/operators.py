@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ from gradsentinel.integrations.megatron.host import MegatronHost
 from gradsentinel.integrations.megatron.places import Onlooker, Place, finite, floats_in
 from gradsentinel.run import Run
 from gradsentinel.state.rng import RngState
+from gradsentinel.state.tree import tensors_in
 
 _EXCHANGES = ("c10d", "_c10d_functional")
 _MESSAGE = "a message from another rank"
@@ -120,10 +121,11 @@ def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
 class Tracer(Onlooker):
     """Traces one micro-batch on the rank on which its first bad value begins."""
 
-    def __init__(self, host: MegatronHost, place: Place) -> None:
+    def __init__(self, host: MegatronHost, place: Place, microbatches: Sequence[MicroBatch]) -> None:
         super().__init__()
         self._host = host
         self._place = place
+        self._microbatches = microbatches
         self._trace = StageTrace(host)
         self._came_out: Computed | None = None
         """Where the bad value came out."""
@@ -154,6 +156,9 @@ class Tracer(Onlooker):
         trace = self._trace
         if microbatch == self._place.microbatch and self._came_out is None:
             trace.active = True
+            if microbatch < len(self._microbatches):  # what its values are computed from tells data from math
+                for path, tensor in tensors_in(self._microbatches[microbatch].batch):
+                    trace.declare_field(tensor, path)
         trace.in_backward = False
         try:
             yield

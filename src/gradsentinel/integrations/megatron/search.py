@@ -98,7 +98,7 @@ def _again(places: Sequence[Place]) -> str:
 def _trace(incident: Incident, run: Run, host: MegatronHost, first: Sequence[Place]) -> dict[int, Traced]:
     """Have the ranks that were the first watch their operators; return what came of it, by rank."""
     mine = next((place for place in first if place.rank.rank == run.rank.rank), None)
-    tracer = None if mine is None else Tracer(host, mine)
+    tracer = None if mine is None else Tracer(host, mine, run.scene.microbatches)
     with ExitStack() as stack:
         if tracer is not None:
             stack.enter_context(as_written())

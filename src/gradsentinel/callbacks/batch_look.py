@@ -1,0 +1,82 @@
+"""What was seen of a micro-batch, and the findings that are made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsentinel import events
+from gradsentinel.again.scene import MicroBatch
+from gradsentinel.callbacks.batch_evidence import evidence_of_oddities
+from gradsentinel.callbacks.batch_habits import Oddity
+from gradsentinel.callbacks.batch_meter import Reading
+from gradsentinel.data.records import sample_ids
+from gradsentinel.decision import Action, Kind
+from gradsentinel.evidence import Evidence, Finding
+from gradsentinel.measures.mailbox import Letter, Mailbox
+
+
+@dataclass(slots=True)
+class Look:
+    """What was seen of a micro-batch."""
+
+    step: int
+    microbatch: int
+    batch: Any
+    bad: Tensor | None = None
+    """0-dim bool on the run's device: is something wrong that may spoil the step? None: nothing is."""
+    empty: bool = False
+    drawn: MicroBatch | None = None
+    """The same as the run has it."""
+    letters: list[tuple[Reading, Mailbox, Letter]] = field(default_factory=list)
+    judged: bool = False
+    """True once its backward pass was seen."""
+    sheets: list[list[float]] | None = None
+    """What the letters say, once somebody has read them."""
+
+    @property
+    def ids(self) -> dict[int, Any]:
+        """The ids of its records, by position."""
+        return sample_ids(self.batch) if self.drawn is None else self.drawn.ids
+
+    def arrived(self) -> bool:
+        """Return True if its numbers can be read."""
+        return all(letter.arrived() for _, _, letter in self.letters)
+
+    def read(self) -> list[tuple[Reading, list[float]]]:
+        """Return what was measured, with its numbers."""
+        if self.sheets is None:
+            self.sheets = [letter.read() for _, _, letter in self.letters]
+        return [(reading, sheet) for (reading, _, _), sheet in zip(self.letters, self.sheets, strict=True)]
+
+
+def either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return where either is true; 0-dim, no wait."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one | other
+
+
+def where_bad(bad: Tensor, value: Tensor) -> Tensor:
+    """Return the value if the batch is bad, else 0; 0-dim, no wait."""
+    return torch.where(bad.to(value.device), value.detach().reshape(()), 0.0)
+
+
+def was_fine(event: events.AfterStep) -> bool:
+    """Return True for a step that was made and is finite."""
+    return event.applied and math.isfinite(event.grad_norm) and math.isfinite(event.loss or 0.0)
+
+
+def warning(confirm: Callable[[], Evidence | None]) -> Finding:
+    """Return a finding that only tells."""
+    return Finding(kind=Kind.CUSTOM, value=torch.tensor(True), action=Action.WARN, confirm=confirm)
+
+
+def told_of(odd: Sequence[Oddity], look: Look) -> Callable[[], Evidence | None]:
+    """Return what says what is out of the ordinary."""
+    return lambda: evidence_of_oddities(odd, look.batch, look.ids, look.microbatch)
