@@ -1,12 +1,16 @@
 """Every page of the documentation: its code runs, its commands exist, and the site has all of it."""
 
+import ast
 import gc
+import importlib
+import inspect
 import re
 import shlex
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from typing import Any
 
 import click
 import pytest
@@ -81,6 +85,64 @@ def test_the_first_block_of_the_page_on_evidence_runs(tmp_path, monkeypatch):
     names = namespace_of(page)
     run(page, blocks(page)[0], names)
     names["sentinel"].close()
+
+
+def named_by(tree: ast.AST) -> dict[str, Any]:
+    """What the imports of ours in a piece of code name; fails if something is not there."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                if one.name.partition(".")[0] == "gradsentinel":
+                    importlib.import_module(one.name)
+                    found[one.asname or "gradsentinel"] = importlib.import_module("gradsentinel")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "gradsentinel":
+            module = importlib.import_module(str(node.module))
+            for one in node.names:
+                if not hasattr(module, one.name):  # a module of the package
+                    importlib.import_module(f"{node.module}.{one.name}")
+                found[one.asname or one.name] = getattr(module, one.name)
+    return found
+
+
+def check_calls(code: str) -> int:
+    """Fail if code calls something of ours with arguments that it does not take; return how many calls."""
+    tree = ast.parse(code)
+    ours, checked = named_by(tree), 0
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(isinstance(one, ast.Starred) for one in node.args):
+            continue
+        called, path = node.func, []
+        while isinstance(called, ast.Attribute):
+            path.insert(0, called.attr)
+            called = called.value
+        if not isinstance(called, ast.Name) or called.id not in ours:
+            continue
+        target = ours[called.id]
+        for name in path:
+            target = getattr(target, name)
+        keywords = {one.arg: None for one in node.keywords if one.arg is not None}
+        inspect.signature(target).bind_partial(*node.args, **keywords)
+        checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_the_code_of_a_page_names_of_ours_takes_those_arguments(page):
+    """Also in blocks that cannot run here, for want of a card or of the framework's own script."""
+    for block in blocks(page):
+        if block.language in {"python", "py"}:
+            check_calls(block.code)
+
+
+def test_a_call_with_a_wrong_argument_is_noticed():
+    assert check_calls("from gradsentinel import Retry, standard\nRetry(attempts=3)\nstandard('x')") == 2
+    megatron = "from gradsentinel.integrations import megatron\nmegatron.attach(a, b, callback=[])"
+    for code in ("from gradsentinel import Retry\nRetry(attempt=3)", megatron):
+        with pytest.raises(TypeError):
+            check_calls(code)
+    with pytest.raises(ImportError):
+        check_calls("from gradsentinel import Nothing")
 
 
 def test_few_blocks_are_not_run_and_each_says_why():
