@@ -180,4 +180,6 @@ def _by_chip(lines: list[tuple[str, int]]) -> dict[int, dict[str, int]]:
             chip = value
         elif chip is not None and _COUNTED.search(name) and value < _LARGEST_COUNT:
             found.setdefault(chip, {})[name] = value
+    if below:  # they were read from the end
+        found = {chip: dict(reversed(counters.items())) for chip, counters in reversed(found.items())}
     return found
