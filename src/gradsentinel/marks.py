@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from gradsentinel.devices import Device, device_of
+from gradsentinel.switches import switched_on
 
 if TYPE_CHECKING:
     from gradsentinel.watch import Watch
@@ -29,7 +29,7 @@ _PHASES = {
 
 def wanted() -> bool:
     """Return True if the environment asks for marks."""
-    return os.environ.get(VARIABLE, "").strip().lower() not in {"", "0", "false", "off", "no"}
+    return switched_on(VARIABLE)
 
 
 def mark(watch: Watch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ class Switch:
     """Those that make it deterministic, in lower case; the first one is the cheapest."""
     cost: str
     """What it costs, and when it has to be set."""
+    of_ranks: bool = False
+    """True if it is about what several ranks compute together."""
 
     def is_set(self, environment: Mapping[str, str]) -> bool:
         """Return True if the environment has it set to one of the values."""
@@ -34,7 +37,13 @@ SWITCHES: Mapping[str, tuple[Switch, ...]] = {
             variable="HCCL_DETERMINISTIC",
             values=("true", "strict"),
             cost="set before the first collective; reductions take a fixed order, which is slower",
+            of_ranks=True,
         ),
     ),
 }
 """By the type of the device, besides `torch.use_deterministic_algorithms`."""
+
+
+def switched_on(variable: str) -> bool:
+    """Return True if an environment variable is set to anything that does not mean "no"."""
+    return os.environ.get(variable, "").strip().lower() not in {"", "0", "false", "off", "no"}

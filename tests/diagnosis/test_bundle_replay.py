@@ -199,6 +199,19 @@ def test_replay_of_the_operator_alone(gated):
         )
 
 
+def test_replay_in_a_fixed_order_on_request(gated):
+    on = "run again with deterministic algorithms (--deterministic): not by the very kernels of the run"
+    _, run_dir = gated["full"]
+    for arguments in ((), target("broken")):
+        for flag in ((), ("--deterministic",)):
+            result = invoke("replay", run_dir, 2, *arguments, *flag, "--json")
+            assert (result.exit_code, torch.get_deterministic_debug_mode()) == (0, 0)
+            assert json.loads(result.stdout)["deterministic"] == ([on] if flag else [])
+            assert (on in " ".join(invoke("replay", run_dir, 2, *arguments, *flag).stdout.split())) == bool(
+                flag
+            )
+
+
 def test_a_bundle_that_is_light_can_do_neither(gated):
     _, run_dir = gated["light"]
     for command in (("replay",), ("replay", *target("broken")), ("verify", *target("broken"))):

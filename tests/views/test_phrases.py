@@ -30,8 +30,8 @@ WRITERS = """
     callbacks/outliers callbacks/peaks callbacks/recomputing callbacks/rescue callbacks/resync
     callbacks/retry callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike
     callbacks/stagnation callbacks/suspicion callbacks/update_ratio callbacks/worries diagnosis/arm
-    diagnosis/comparison diagnosis/custom diagnosis/diagnose diagnosis/excess diagnosis/fields
-    diagnosis/findings diagnosis/fingerprint diagnosis/investigation diagnosis/lone_weight
+    diagnosis/comparison diagnosis/custom diagnosis/determinism diagnosis/diagnose diagnosis/excess
+    diagnosis/fields diagnosis/findings diagnosis/fingerprint diagnosis/investigation diagnosis/lone_weight
     diagnosis/operands diagnosis/rehearsal diagnosis/remedy diagnosis/replay diagnosis/rules
     diagnosis/scan diagnosis/self_test diagnosis/sighting diagnosis/spiked diagnosis/trace
     diagnosis/transient

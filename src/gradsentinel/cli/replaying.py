@@ -43,16 +43,26 @@ def replay(
     dtype: Annotated[
         str | None, typer.Option(help="Run in this floating dtype instead, such as float32.")
     ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Let operators compute in a fixed order: slower, and not by the very kernels of the run.",
+        ),
+    ] = False,
 ) -> int:
     """Run a failing step again, here, and repeat the verdict."""
     wanted = dtype_named(dtype)
+    why = "--deterministic" if deterministic else ""
     if rerun.target is None:
-        return _replay_operator(rerun, wanted)
-    return _replay_step(rerun, rerun.target, wanted)
+        return _replay_operator(rerun, wanted, why)
+    return _replay_step(rerun, rerun.target, wanted, why)
 
 
-def _replay_operator(rerun: Rerun, dtype: torch.dtype | None) -> int:
+def _replay_operator(rerun: Rerun, dtype: torch.dtype | None, why: str) -> int:
+    from gradsentinel.devices import device_of  # noqa: PLC0415 - imports torch
     from gradsentinel.diagnosis import operator  # noqa: PLC0415 - imports torch
+    from gradsentinel.diagnosis.determinism import deterministic  # noqa: PLC0415 - imports torch
     from gradsentinel.diagnosis.stage import CannotReplay  # noqa: PLC0415 - imports torch
 
     bundle, device = rerun.bundle, rerun.device or cpu()
@@ -63,7 +73,8 @@ def _replay_operator(rerun: Rerun, dtype: torch.dtype | None) -> int:
     _, meta = bundle.read("operator")
     function = operator.find(call.name)
     try:
-        with operator.filled_memory() if meta.get("allocation") else nullcontext():
+        filled = operator.filled_memory() if meta.get("allocation") else nullcontext()
+        with deterministic(why, device_of(device)) as conditions, filled:
             outputs = operator.run(function, call.args, call.kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise operator.CannotRun(f"{call.name} raised {type(error).__name__}: {error}") from error
@@ -74,6 +85,7 @@ def _replay_operator(rerun: Rerun, dtype: torch.dtype | None) -> int:
         "device": str(device),
         "inputs": _described([call.args, dict(call.kwargs)]),
         "outputs": _described(outputs),
+        "deterministic": list(conditions.said()),
         "reproduced": again,
     }
     if rerun.as_json:
@@ -105,6 +117,8 @@ def _print_operator(
             out.print(Text(f"  {what[:-1]} {number}: {_in_words(entry)}"))
     if call.cut:
         out.print(Text(f"  only a part of the inputs was kept: {printable(call.cut)}"))
+    for said in facts["deterministic"]:
+        out.print(Text(f"  {printable(said)}"))
     if function is not None:
         out.print(Text(f"  it ran inside of {printable(function)}; repro.py runs that one too"))
     text = "The bad values are there again." if again else "All is finite here."
@@ -122,8 +136,10 @@ def _in_words(entry: Mapping[str, Any]) -> str:
     return text
 
 
-def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None) -> int:
+def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None, why: str) -> int:
+    from gradsentinel.devices import device_of  # noqa: PLC0415 - imports torch
     from gradsentinel.diagnosis import offline  # noqa: PLC0415 - imports torch
+    from gradsentinel.diagnosis.determinism import deterministic  # noqa: PLC0415 - imports torch
     from gradsentinel.diagnosis.stage import CannotReplay, settings_of  # noqa: PLC0415 - imports torch
 
     bundle = rerun.bundle
@@ -132,7 +148,8 @@ def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None) -> int:
         raise CannotReplay(reason)
     stage = rerun.stage(target, dtype)
     recorded = bundle.incident.diagnosis
-    with settings_of(bundle):
+    device = device_of(stage.run.host.device)
+    with settings_of(bundle), deterministic(why, device) as conditions:
         outcome = offline.compute(stage)
         wider = dtype is not None and dtype.itemsize >= 4
         wide = offline.compute_in_wide(stage) if wider and not outcome.finite else []
@@ -142,6 +159,7 @@ def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None) -> int:
             outcome.wide = wide
             stage.said.append("what autocast makes half precision was computed in float32, too")
         verdict = offline.judge(stage) if _worth_judging(recorded, outcome) else None
+    stage.said += conditions.said()
     same = offline.same_verdict(recorded, verdict) and (not outcome.finite or verdict is not None)
     if rerun.as_json:
         print_json(
@@ -150,6 +168,7 @@ def _replay_step(rerun: Rerun, target: str, dtype: torch.dtype | None) -> int:
                 "target": target,
                 "device": str(stage.run.host.device),
                 "notes": stage.said,
+                "deterministic": list(conditions.said()),
                 "losses": [float(one.loss) for one in (outcome.wide or outcome.computed)],
                 "nonfinite": {"losses": outcome.losses, "gradients": outcome.gradients},
                 "then": None if recorded is None else recorded.as_dict(),

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradsentinel.decision import Kind
+from gradsentinel.devices import device_of
 from gradsentinel.diagnosis.arm import Armed, in_words, suspect_of
+from gradsentinel.diagnosis.determinism import asked, deterministic
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.investigation import Investigation, Report
 from gradsentinel.diagnosis.progress import Progress
-from gradsentinel.diagnosis.replay import reason_against
+from gradsentinel.diagnosis.replay import Replay, reason_against
+from gradsentinel.diagnosis.transient import alike, not_sure
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident, fold
 from gradsentinel.run import Run
@@ -23,6 +26,7 @@ _SCALE_REMEDY = (
     "find what set or lowered the loss scale; a GradScaler(init_scale=65536.0) begins anew",
     "train in bfloat16, which needs no loss scale",
 )
+_UNSTEADY = "without deterministic algorithms two runs on the same inputs differ"
 
 
 def findings_of(incident: Incident, run: Run) -> Findings | None:
@@ -106,7 +110,16 @@ def _investigate(incident: Incident, run: Run, progress: Progress) -> Report:
     if reason is not None:
         return _not_replayed(incident, run, reason)
     investigation = Investigation(incident, run, progress)
-    report = investigation.report()
+    ranks = run.consensus.world_size > 1
+    with deterministic(asked(), device_of(run.host.device), ranks=ranks) as conditions:
+        report = investigation.report()
+    if report.diagnosis is not None:
+        if conditions.switched and report.diagnosis.cause == "hardware" and not _steady(run):
+            report.diagnosis = not_sure(report.diagnosis, _UNSTEADY)
+        evidence = (*report.diagnosis.evidence, *conditions.said())
+        report.diagnosis = replace(report.diagnosis, evidence=evidence)
+    else:
+        report.notes += conditions.said()
     if investigation.findings is not None:
         keep_findings(incident, investigation.findings)
     return report
@@ -124,6 +137,13 @@ def _collapsed_scale(run: Run) -> Diagnosis | None:
     return Diagnosis(
         cause="precision", confidence=0.95, phase="backward", evidence=(fact,), remedy=_SCALE_REMEDY
     )
+
+
+def _steady(run: Run) -> bool:
+    """Return True if two runs by the kernels of the loop agree, as those in a fixed order always do."""
+    replay = Replay(run)
+    with replay.sheltered():
+        return all(alike(replay.compute(m), replay.compute(m)) for m in replay.microbatches)
 
 
 def _not_replayed(incident: Incident, run: Run, reason: str) -> Report:

@@ -18,6 +18,7 @@ from gradsentinel.assembly import (
 )
 from gradsentinel.callback import Callback
 from gradsentinel.callbacks.recomputing import Recomputing
+from gradsentinel.diagnosis.determinism import deterministically
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.integrations.megatron import compat
 from gradsentinel.integrations.megatron.host import MegatronHost
@@ -84,7 +85,12 @@ def attach(
     run.model = model
     run.local.first_peer = _first_peer(run.consensus)
     host.total = _adder(run.consensus)
-    watch = Watch(run, full, examiners=default_examiners(), diagnosers=[search, *default_diagnosers()])
+    watch = Watch(
+        run,
+        full,
+        examiners=default_examiners(),
+        diagnosers=[deterministically(search), *default_diagnosers()],
+    )
     wraps = Wraps()
     needy = [type(one).__name__ for one in full if isinstance(one, Recomputing)]
     sentinel = MegatronSentinel(host, watch, wraps, recomputing=needy)
