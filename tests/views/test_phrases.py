@@ -66,7 +66,7 @@ NO_SENTENCES = {
     *(" (is torch.distributed initialised before the Sentinel is made?)", "details of {0} characters"),
     *("the state of step {0}", "the removal of old states"),
     # parts that are put together here: the whole is in the table
-    *("the record(s) with ", "gradient of", " and no ", ", and ", "; it began on "),
+    *("the record(s) with ", "gradient of", " and no ", ", and ", "; it began on ", "one of "),
     # kinds of handovers, and types
     *("in back", "out back", "tuple[Detector, ...]", "Cause | None", "tuple[int, int, int] | None"),
 }

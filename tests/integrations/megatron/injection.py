@@ -124,15 +124,8 @@ class Injector:
         return spoilt
 
     def _spoil_return(self, output: Any, fault: Fault) -> None:
-        """Put the fault into the gradient of a module's input, as its backward pass makes it."""
-        if not self._strikes(fault):
-            return
-        node = (output[0] if isinstance(output, tuple) else output).grad_fn
-        while not (kernels := [BACKWARD[kind] for kind in BACKWARD if type(node).__name__.startswith(kind)]):
-            node = node.next_functions[0][0]
-        mode = Spoilt(fault, kernels[0])
-        node.register_prehook(lambda _: mode.__enter__() and None)
-        node.register_hook(lambda _i, _o: mode.__exit__(None, None, None))
+        if self._strikes(fault):
+            spoil_return(output, fault)
 
     def read(self, batch: dict[str, Tensor], number: int) -> None:
         """Spoil a batch as it is read, if that is a fault of it."""
@@ -169,6 +162,16 @@ class Injector:
                 continue
             return start
         return None if sharded else 0
+
+
+def spoil_return(output: Any, fault: Fault) -> None:
+    """Given a module's output, put the fault into its input's gradient, as the backward pass makes it."""
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    while not (kernels := [BACKWARD[kind] for kind in BACKWARD if type(node).__name__.startswith(kind)]):
+        node = node.next_functions[0][0]
+    mode = Spoilt(fault, kernels[0])
+    node.register_prehook(lambda _: mode.__enter__() and None)
+    node.register_hook(lambda _i, _o: mode.__exit__(None, None, None))
 
 
 class Spoilt(TorchDispatchMode):

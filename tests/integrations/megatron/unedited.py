@@ -2,10 +2,11 @@
 
     python tests/integrations/megatron/unedited.py MEGATRON_LM [--layout tp2dp2] [--path EXTRA_PACKAGES]
 
-Four trainings of a few iterations: as it is; watched and healthy; with a transient fault; with one that
-comes back. The first three must end with the same weights, bit for bit; the last one skips one iteration. The
-fault is a NaN in one gradient of the last rank. Megatron-LM needs einops, regex, six and tqdm, and to build
-its reader of datasets once, pybind11, make and a C++ compiler.
+Trainings of a few iterations: as it is; watched and healthy; with a transient fault; with one that comes
+back; and, where a model is spread over ranks, with a transient one in what the last rank hands to others in
+its backward pass. All must end with the same weights, bit for bit, but the fourth, which skips one iteration.
+The faults are a NaN in one gradient of the last rank, of a weight or of a layer's input. Megatron-LM needs
+einops, regex, six and tqdm, and to build its reader of datasets once, pybind11, make and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -52,6 +53,12 @@ REST = """
 """
 ITERATION = 3
 """In which the fault strikes, from 0."""
+EXCHANGED = {
+    "tp2": ("mlp.linear_fc1", "the gradient of the input of decoder.layers.0.mlp.linear_fc1"),
+    "tp2dp2": ("mlp.linear_fc1", "the gradient of the input of decoder.layers.0.mlp.linear_fc1"),
+    "pp2": ("layers.0.input_layernorm", "the gradient that pipeline stage 1 hands back"),
+}
+"""Where the fault strikes that shows only in what the last rank hands to others, and how it is told."""
 
 
 class _Anything:
@@ -149,7 +156,8 @@ def prepare() -> None:
 class Experiment:
     """One training on one rank: what is put into it, and what comes of it."""
 
-    def __init__(self, script: Path, line: list[str], fault: str) -> None:
+    def __init__(self, script: Path, line: list[str], fault: str, module: str) -> None:
+        self._module = module
         self._script = script
         self._line = line
         self._fault = fault
@@ -202,7 +210,12 @@ class Experiment:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             made = plain(*args, **kwargs)
             self._model = made[0]
-            if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1) and self._fault:
+            last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+            if last and self._fault == "exchanged":
+                modules = made[0][0].named_modules()
+                chosen = next(module for name, module in modules if name.endswith(self._module))
+                chosen.register_forward_hook(self._spoil_return)
+            elif last and self._fault:
                 named = made[0][0].named_parameters()
                 next(p for name, p in named if "linear_fc1.weight" in name).register_hook(self._spoil)
             return made
@@ -216,6 +229,14 @@ class Experiment:
 
         return train_step
 
+    def _spoil_return(self, _module: Any, _given: Any, made: Any) -> None:
+        from injection import spoil_return
+        from layouts import Fault
+
+        if self.iteration == ITERATION and not self._calls:
+            self._calls += 1
+            spoil_return(made, Fault(rank=0, parameter=""))
+
     def _spoil(self, gradient: Any) -> Any:
         if self.iteration != ITERATION or (self._calls and self._fault == "transient"):
             return None
@@ -226,7 +247,7 @@ class Experiment:
 
 
 def rank_main(
-    rank: int, world: int, port: int, script: Path, line: list[str], how: str, queue: Any, folder: Path
+    rank: int, world: int, port: int, experiment: tuple[Path, list[str], str, str], queue: Any, folder: Path
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -238,9 +259,10 @@ def rank_main(
         CUDA_DEVICE_MAX_CONNECTIONS="1",
     )
     logging.disable(logging.INFO)
-    fault = how if how in {"transient", "persistent"} else ""
+    script, line, how, module = experiment
+    fault = how if how in {"transient", "persistent", "exchanged"} else ""
     try:
-        queue.put((rank, Experiment(script, line, fault).run(folder, watched=how != "alone")))
+        queue.put((rank, Experiment(script, line, fault, module).run(folder, watched=how != "alone")))
     except BaseException as error:
         queue.put((rank, {"failed": f"{type(error).__name__}: {error}"}))
         raise
@@ -260,8 +282,9 @@ def train(script: Path, layout: str, how: str, folder: Path) -> tuple[list[dict[
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     line = [*REST.split(), *words.split()]
+    experiment = (script, line, how, EXCHANGED.get(layout, ("",))[0])
     ranks = [
-        context.Process(target=rank_main, args=(rank, world, port, script, line, how, queue, folder))
+        context.Process(target=rank_main, args=(rank, world, port, experiment, queue, folder))
         for rank in range(world)
     ]
     for process in ranks:
@@ -277,11 +300,12 @@ def train(script: Path, layout: str, how: str, folder: Path) -> tuple[list[dict[
 
 
 def compare(script: Path, layout: str) -> None:
-    """Run the four trainings of a layout, print what they came to, and raise if it is not as promised."""
+    """Run the trainings of a layout, print what they came to, and raise if it is not as promised."""
     results: dict[str, list[dict[str, Any]]] = {}
     incidents: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for how in ("alone", "healthy", "transient", "persistent"):
+        exchanged = ("exchanged",) if layout in EXCHANGED else ()
+        for how in ("alone", "healthy", "transient", "persistent", *exchanged):
             begin = time.perf_counter()
             results[how], incidents[how] = train(script, layout, how, Path(folder, how))
             seconds = time.perf_counter() - begin
@@ -298,6 +322,11 @@ def compare(script: Path, layout: str) -> None:
         assert (incident["step"], incident["outcome"]) == (ITERATION, outcome)
         assert [rank["rank"] for rank in incident["ranks"]] == [last]
         assert incident["parameters"][0]["name"].endswith("mlp.linear_fc1.weight")
+    for how in exchanged:
+        [incident] = incidents[how]
+        assert results[how] == results["alone"]
+        assert (incident["step"], incident["outcome"]) == (ITERATION, "retried")
+        assert f"; it began on rank {last}: {EXCHANGED[layout][1]}" in incident["message"]
     assert {one["skipped"] for one in results["alone"]} == {0}
     assert results["persistent"][last]["skipped"] == 1
     assert results["persistent"] != results["alone"]
