@@ -113,9 +113,9 @@ class StageTrace(Trace):  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    """What an operator writes to of what it is given: some exchanges do not return it."""
+    """What an exchange writes to of what it is given, by its name: not all of them return it or mark it."""
     arguments = zip(func._schema.arguments, args, strict=False)
-    return [given for one, given in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [given for one, given in arguments if one.name.startswith(("output", "tensors"))]
 
 
 class Tracer(Onlooker):
