@@ -144,7 +144,16 @@ def _snapshots(results: dict[str, Any]) -> str:
     took, share = found["milliseconds"], found["amortised"]
     rows = [
         ["in memory", f"{took['snapshot']:.1f} ms", f"{share[snapshots.IN_MEMORY]:.2%}"],
-        ["in memory, then on disk beside the training", "", f"{share[snapshots.ON_DISK]:.2%}"],
+        [
+            "in memory, then on disk by a process beside the training",
+            f"{took['stall of a snapshot on disk']:.1f} ms",
+            f"{share[snapshots.ON_DISK]:.2%}",
+        ],
+        [
+            "the same by the clock, with what other programs take",
+            "",
+            f"{share[snapshots.BY_CLOCK]:.2%}",
+        ],
         [
             "torch.save, blocking, not synced",
             f"{took['torch.save']:.1f} ms",

@@ -10,6 +10,7 @@ import json
 import logging
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ PERIOD = 50
 """One snapshot per so many steps is what the cost is spread over."""
 IN_MEMORY = f"in memory, one per {PERIOD} steps"
 ON_DISK = f"and on disk, one per {PERIOD} steps"
+BY_CLOCK = f"and on disk by the clock, one per {PERIOD} steps"
 BY_HAND = f"torch.save, one per {PERIOD} steps"
 BLOCK = 25
 WARM_UP = 6
@@ -82,41 +84,61 @@ def in_memory(x: Tensor, folder: Path, rounds: int) -> dict[str, float]:
     }
 
 
+def spent() -> tuple[float, float]:
+    """Return the seconds that this thread used a processor, and that it stood in line for one.
+
+    The second is 0 where the system does not tell (Linux does). What is neither it waited for a lock or the
+    disk.
+    """
+    try:
+        used, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+    except OSError:
+        return time.thread_time(), 0.0
+    return int(used) / 1e9, int(queued) / 1e9
+
+
 def on_disk(x: Tensor, folder: Path, blocks: int) -> dict[str, float]:
     """Return the time of a block of steps with one snapshot that is taken and written, over one without.
 
-    By the clock, which on a machine with other work counts that as well; and in processor time of the thread
-    that trains, which is what the snapshot itself takes from it, and of the one that writes. The latter two
-    need torch.set_num_threads(1).
+    By the clock, which on a machine with other work counts that as well; and without the time in which the
+    training's thread stood in line for a processor, which leaves what the snapshot itself takes from it: its
+    own work, and waiting for locks and the disk. On a machine with a core to spare the two are the same.
     """
-    plain = Loop(None)
+    plain = Loop(None, folder / "plain")
     saving = Loop(Rollback(every=BLOCK, confirm_after=5, on_disk=1), folder / "run")
     for loop in (plain, saving):
         list(loop.steps(x, BLOCK))
-    ratios, busy, beside = [], [], []
+    ratios, stalls, waits, beside = [], [], [], []
     for number in range(blocks):
-        times, own, all_threads = {}, {}, {}
+        times, own, waited, all_threads = {}, {}, {}, {}
         for loop in (plain, saving) if number % 2 else (saving, plain):
             saving.run.states.finish()  # what the block before has left over is not this block's
-            before = time.thread_time(), time.process_time()
+            (used, queued), everyone = spent(), time.process_time()
             times[loop] = sum(loop.steps(x, BLOCK))
-            own[loop] = time.thread_time() - before[0]
-            all_threads[loop] = time.process_time() - before[1]
+            now = spent()
+            waited[loop] = max(0.0, times[loop] - (now[0] - used) - (now[1] - queued))
+            own[loop] = now[0] - used
+            all_threads[loop] = time.process_time() - everyone
         ratios.append(times[saving] / times[plain])
-        busy.append(own[saving] / own[plain])
+        stalls.append(own[saving] + waited[saving] - own[plain] - waited[plain])
+        waits.append(waited[saving] - waited[plain])
         beside.append(all_threads[saving] - own[saving])
     cost = saving.run.staging.cost
     saving.sentinel.close()
+    plain.sentinel.close()
     return {
         "block over plain block": statistics.median(ratios),
-        "processor time of the training, likewise": statistics.median(busy),
-        "processor time beside the training": 1e3 * statistics.median(beside),
+        "stall of a snapshot on disk": 1e3 * statistics.median(stalls),
+        "stall of a snapshot on disk, mean": 1e3 * statistics.mean(stalls),
+        "of that, waiting for locks and the disk, mean": 1e3 * statistics.mean(waits),
+        "processor time of the thread beside the training": 1e3 * statistics.median(beside),
         "write beside the training": 1e3 * cost.write_seconds / max(cost.written, 1),
         "waited for the disk": 1e3 * cost.wait_seconds / max(cost.written, 1),
+        "processor time of a plain step": 1e3 * own[plain] / BLOCK,
     }
 
 
-def measure(tokens: int = TOKENS, rounds: int = 40, blocks: int = 8) -> dict[str, Any]:
+def measure(tokens: int = TOKENS, rounds: int = 40, blocks: int = 20) -> dict[str, Any]:
     """Return what snapshots cost: milliseconds, and fractions of the training at one per 50 steps."""
     x = torch.randint(0, 256, (max(1, tokens // 64), 64))
     with tempfile.TemporaryDirectory() as name:
@@ -128,7 +150,8 @@ def measure(tokens: int = TOKENS, rounds: int = 40, blocks: int = 8) -> dict[str
         "milliseconds": {**memory, **disk},
         "amortised": {
             IN_MEMORY: memory["snapshot"] / (PERIOD * memory["step"]),
-            ON_DISK: (disk["block over plain block"] - 1) * BLOCK / PERIOD,
+            ON_DISK: disk["stall of a snapshot on disk"] / (PERIOD * disk["processor time of a plain step"]),
+            BY_CLOCK: (disk["block over plain block"] - 1) * BLOCK / PERIOD,
             BY_HAND: memory["torch.save"] / (PERIOD * memory["step"]),
         },
         "snapshot over torch.save": memory["snapshot"] / memory["torch.save"],

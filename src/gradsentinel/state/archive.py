@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from gradsentinel.state.archive_files import (
 )
 from gradsentinel.state.processes import host_token, is_alive
 from gradsentinel.state.tree import UnsupportedStateError, flatten, unflatten
+from gradsentinel.state.writer import Writer
 
 _FORMAT = 1  # of the manifest; the schema is that of the state in it
 _MANIFEST = "manifest.json"
@@ -72,6 +74,7 @@ def write_archive(
     schema: int = 1,
     max_file_bytes: int = 2 * 2**30,
     verify: bool = False,
+    writer: Writer | None = None,
 ) -> Path:
     """Write a state as a new archive, whole or not at all, and return its path.
 
@@ -85,11 +88,13 @@ def write_archive(
         schema: version of the layout of state and meta.
         max_file_bytes: a file of tensors gets no larger than this, unless a single tensor is.
         verify: read everything back and compare the checksums before the archive gets its name.
+        writer: a process that writes and reads back; None for this thread.
 
     Raises:
         ArchiveError: it exists, or cannot be written (disk full, read-only, forbidden), or is not read back
             as it was written; no half is left.
         UnsupportedStateError: the state or meta holds something that cannot be stored.
+        WriterGone: the writer has ended; no half is left.
     """
     path = Path(path)
     tensors, skeleton = flatten(state, copy_views=False)
@@ -98,6 +103,8 @@ def write_archive(
         raise UnsupportedStateError("meta: tensors and arrays belong into the state")
     body = {"format": _FORMAT, "kind": kind, "schema": schema, "meta": encoded_meta}
     temporary = temporary_beside(path)
+    others = () if writer is None else (writer.write_file,)
+    read_back = partial(checksum, from_disk=True) if writer is None else writer.checksum
     try:
         if os.path.lexists(path):
             raise ArchiveError(f"cannot write the archive {path}: it exists already")
@@ -105,7 +112,7 @@ def write_archive(
         temporary.mkdir()
         files = {}
         for name, part in _parts(tensors, max_file_bytes):
-            files[name] = write_tensor_file(temporary / name, part)
+            files[name] = write_tensor_file(temporary / name, part, *others)
         files[_SKELETON] = write_file(temporary / _SKELETON, [json.dumps(skeleton).encode()])
         body["files"] = files
         text = json.dumps({**body, "crc32": _crc_of(body)}, indent=1, allow_nan=False)
@@ -113,7 +120,7 @@ def write_archive(
         sync_directory(temporary)
         if verify:
             for name, facts in files.items():
-                if checksum(temporary / name, from_disk=True) != facts["crc32"]:
+                if read_back(temporary / name) != facts["crc32"]:
                     raise ArchiveError(f"cannot write the archive {path}: {name} is not read back as written")
         temporary.rename(path)
         sync_directory(path.parent)

@@ -8,7 +8,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,19 @@ from torch import Tensor
 
 from gradsentinel.state.tree import NATIVE_DTYPES
 
+Write = Callable[[Path, Iterable[bytes | memoryview]], dict[str, Any]]
+
 _CODES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _CHUNK = 16 * 2**20  # between two of them this thread needs the interpreter, and the training may wait for it
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, Tensor], write: Write | None = None
+) -> dict[str, Any]:
     """Write a safetensors file, synced to disk, and return its ``bytes`` and ``crc32``.
 
     Unlike the writer of the safetensors package it needs no NumPy, takes views and shared memory, and sums up
-    as it goes.
+    as it goes. `write` is who writes it, `write_file` if not said.
 
     Raises:
         KeyError: a tensor's dtype is not in `gradsentinel.state.tree.NATIVE_DTYPES`.
@@ -52,13 +56,15 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, An
             if tensor.numel():
                 yield octets(tensor)
 
-    return write_file(path, pieces())
+    return (write or write_file)(path, pieces())
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor in host memory, which the caller keeps, without NumPy."""
+    """Return the memory of a contiguous tensor in host memory, without NumPy; the view keeps the tensor."""
     size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
+    memory: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memoryview(memory)
 
 
 def read_tensor_file(path: Path, device: torch.device | str) -> dict[str, Tensor]:

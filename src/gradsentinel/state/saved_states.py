@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -28,6 +25,7 @@ from gradsentinel.state.background import Background
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.state.staging import Cost
 from gradsentinel.state.tree import UnsupportedStateError, flatten
+from gradsentinel.state.writer import Writer, WriterGone
 from gradsentinel.store import unused
 
 logger = logging.getLogger("gradsentinel")
@@ -35,6 +33,9 @@ logger = logging.getLogger("gradsentinel")
 SNAPSHOT_KIND = "snapshot"
 _PATIENCE = 600.0
 """Seconds that the training waits for a disk that is slower than the snapshots follow each other."""
+
+_FOR_A_PROCESS = 4 << 20
+"""Bytes from which on a state is worth a process: to start one costs as much as to write so many."""
 
 Mark = tuple[int, int]
 """Which state it is: steps attempted until then, steps done. The first never goes back, so it orders them."""
@@ -66,6 +67,8 @@ class SavedStates:
         """Those that all ranks have, as far as this rank can know."""
         self._asked: int | None = None
         """When the last was asked for, until older ones were thinned out."""
+        self._alone = False
+        """True if no process can write."""
         self._failed: list[tuple[Mark, str]] = []
         self._unusable: set[Mark] = set()
         """Those that some rank could not read."""
@@ -97,9 +100,8 @@ class SavedStates:
 
         def write() -> None:
             started = time.perf_counter()
-            _step_back()
             try:
-                self._write(snapshot)
+                self._write_beside(snapshot)
             except Exception as error:
                 self._failed.append((mark, f"the state of step {snapshot.step} could not be saved: {error}"))
                 if isinstance(error, (OSError, ArchiveError)):
@@ -134,7 +136,19 @@ class SavedStates:
         """Wait until everything is written; False, and logged, if that takes too long."""
         return self._background.finish(_PATIENCE)
 
-    def _write(self, snapshot: Snapshot) -> Path:
+    def _write_beside(self, snapshot: Snapshot) -> Path:
+        """Have a large one written by a process, where there can be one: see `gradsentinel.state.writer`."""
+        if self._alone or snapshot.nbytes() < _FOR_A_PROCESS:
+            return self._write(snapshot)
+        try:
+            with Writer() as writer:
+                return self._write(snapshot, writer)
+        except WriterGone as gone:
+            self._alone = True
+            logger.warning("snapshots are written by a thread from now on: %s", gone)
+            return self._write(snapshot)
+
+    def _write(self, snapshot: Snapshot, writer: Writer | None = None) -> Path:
         flaws = snapshot.flaws()
         if flaws:
             raise ArchiveError(f"the state of step {snapshot.step} is not finite: {fold(flaws)}")
@@ -153,7 +167,7 @@ class SavedStates:
         except UnsupportedStateError as error:  # somebody's own callback is no reason to lose the weights
             logger.warning("step %d is saved without what the callbacks remember: %s", snapshot.step, error)
             state["callbacks"] = {}
-        return write_archive(path, state, meta, kind=SNAPSHOT_KIND, verify=True)
+        return write_archive(path, state, meta, kind=SNAPSHOT_KIND, verify=True, writer=writer)
 
     # -- thinning out -----------------------------------------------------------------------------
 
@@ -312,13 +326,6 @@ class SavedStates:
 
 def _mark(snapshot: Snapshot) -> Mark:
     return snapshot.iteration, snapshot.step
-
-
-def _step_back() -> None:
-    """Let the training go first: lower the priority of this thread, where the system has such a thing."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _meta(path: Path) -> Mapping[str, Any]:

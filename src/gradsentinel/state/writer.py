@@ -1,0 +1,148 @@
+"""A process beside the training that writes files: no lock of the interpreter, no priority to share.
+
+A thread that writes needs the interpreter's lock between any two calls. If it has a low priority it may be
+put aside while it holds the lock, and the training waits until the system lets it go on: on a machine whose
+cores are all taken that was most of what a snapshot on disk cost. If it has none, it takes half a core. A
+process may have a low priority without harm. What is left to the thread is to hand over the memory, in a few
+calls that need no lock.
+
+On the pipe: an order is a number of eight bytes and so many bytes, ``w`` or ``c`` (write, check) and a path;
+after ``w`` follow pieces, likewise with their length, and a zero. Each order is answered by a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gradsentinel.errors import GradSentinelError
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows, which has no writev either
+    fcntl = None
+
+_PROGRAM = Path(__file__).with_name("writer_program.py")
+_AT_ONCE = 64 << 20
+"""So much is handed over by one call: copies of what is not contiguous are held that long."""
+_PARTS = 256
+"""So many pieces of memory one call may take, at the least, on every system."""
+_PIPE = 1 << 20
+
+
+class WriterGone(GradSentinelError, RuntimeError):
+    """There is no such process here, or it has ended: the caller writes by itself."""
+
+
+class Writer:
+    """Writes files in a process of its own, one after the other; used as a context.
+
+    It ends with the context or with this process, however that ends, and renames nothing: what it was writing
+    when the training was killed keeps its temporary name.
+
+    Raises:
+        WriterGone: none can be started.
+    """
+
+    def __init__(self) -> None:
+        restartable = sys.executable and not getattr(sys, "frozen", False) and _PROGRAM.is_file()
+        if not restartable or not hasattr(os, "writev"):
+            raise WriterGone("this program is not run by a Python that could be started again")
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own program
+                [sys.executable, "-I", "-S", str(_PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+            )
+        except (OSError, RuntimeError, ValueError) as error:  # no memory, no process left, interpreter ending
+            raise WriterGone(f"no process can be started: {error}") from error
+        assert self._process.stdin is not None and self._process.stdout is not None  # noqa: PT018 - both are asked for
+        self._orders, self._answers = self._process.stdin, self._process.stdout
+        with suppress(OSError, AttributeError):  # fewer changes between the two; Linux only
+            fcntl.fcntl(self._orders, fcntl.F_SETPIPE_SZ, _PIPE)
+
+    def __enter__(self) -> Writer:  # noqa: PYI034 - Self is in Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._orders.close()  # ends it
+        self._answers.close()
+        self._process.wait()
+
+    def write_file(self, path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+        """Write a new file, synced to disk, and return its ``bytes`` and ``crc32``.
+
+        Raises:
+            OSError: as the other process met it.
+            WriterGone: it has ended.
+        """
+        with suppress(BrokenPipeError):  # then its answer says why
+            self._order(b"w", path)
+            for batch in _batches(pieces):
+                self._put([_number(sum(len(piece) for piece in batch)), *batch])
+            self._put([_number(0)])
+        return self._answer()
+
+    def checksum(self, path: Path) -> str:
+        """Return the CRC-32 of a file as it is read back from the disk; raises as `write_file`."""
+        with suppress(BrokenPipeError):
+            self._order(b"c", path)
+        return str(self._answer()["crc32"])
+
+    def _order(self, what: bytes, path: Path) -> None:
+        order = what + os.fsencode(path.absolute())
+        self._put([_number(len(order)), order])
+
+    def _put(self, pieces: list[bytes | memoryview]) -> None:
+        """Hand memory over; the calls wait without the interpreter's lock, and may take a part only."""
+        waiting = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        while waiting:
+            taken = os.writev(self._orders.fileno(), waiting)
+            while waiting and taken >= len(waiting[0]):
+                taken -= len(waiting.pop(0))
+            if taken:
+                waiting[0] = waiting[0][taken:]
+
+    def _answer(self) -> dict[str, Any]:
+        line = b""
+        while not line.endswith(b"\n") and (part := os.read(self._answers.fileno(), 4096)):
+            line += part
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise WriterGone("the process that writes has ended") from None
+        if "errno" in answer:
+            raise OSError(answer["errno"], answer["why"])
+        return answer
+
+
+def _batches(pieces: Iterable[bytes | memoryview]) -> Iterable[list[bytes | memoryview]]:
+    batch: list[bytes | memoryview] = []
+    size = 0
+    for piece in pieces:
+        if not len(piece):
+            continue
+        batch.append(piece)
+        size += len(piece)
+        if size >= _AT_ONCE or len(batch) >= _PARTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _number(value: int) -> bytes:
+    return struct.pack("<Q", value)

@@ -1,0 +1,231 @@
+"""The process that writes beside the training: the same files, the same errors, and never a danger."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradsentinel import NanCallback, Rollback
+from gradsentinel.state import saved_states
+from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
+from gradsentinel.state.archive_files import checksum, octets, write_file
+from gradsentinel.state.writer import Writer, WriterGone
+from loops import build, make_batches
+
+
+def state():
+    wide = torch.arange(4_000_000, dtype=torch.float32).reshape(1000, 4000)
+    return {
+        "whole": wide,
+        "turned": wide.t(),  # has to be copied to be written
+        "half": torch.full((3, 5), 0.5, dtype=torch.bfloat16),
+        "none": torch.empty(0, 3),
+        **{f"small {number}": torch.full((7,), float(number)) for number in range(600)},
+    }
+
+
+def contents(path):
+    return {entry.name: entry.read_bytes() for entry in path.iterdir()}
+
+
+def test_what_it_writes_is_what_a_thread_writes(tmp_path):
+    write_archive(tmp_path / "thread", state(), {"step": 3}, kind="test", max_file_bytes=1 << 24)
+    with Writer() as writer:
+        write_archive(
+            tmp_path / "process",
+            state(),
+            {"step": 3},
+            kind="test",
+            max_file_bytes=1 << 24,
+            verify=True,
+            writer=writer,
+        )
+    assert contents(tmp_path / "process") == contents(tmp_path / "thread")
+    found, _ = read_archive(tmp_path / "process", kind="test")
+    assert all(torch.equal(found[name], value) for name, value in state().items())
+
+
+def test_it_takes_pieces_of_any_size_and_none_at_all(tmp_path):
+    pieces = [b"", b"x", memoryview(b"y" * 3_000_000), b"z" * 1_048_576]
+    with Writer() as writer:
+        facts = writer.write_file(tmp_path / "some", pieces)
+        nothing = writer.write_file(tmp_path / "nothing", [])
+        assert writer.checksum(tmp_path / "some") == facts["crc32"] == checksum(tmp_path / "some")
+    assert facts == write_file(tmp_path / "same", pieces)
+    assert nothing == {"bytes": 0, "crc32": "00000000"}
+    assert (tmp_path / "some").read_bytes() == (tmp_path / "same").read_bytes()
+
+
+def test_copies_live_until_they_are_handed_over():
+    view = octets(torch.full((1000,), 3.0))  # nobody else keeps the tensor
+    other = [torch.full((1000,), 5.0) for _ in range(50)]
+    assert bytes(view) == octets(torch.full((1000,), 3.0)).tobytes()
+    assert len(other) == 50
+
+
+@pytest.mark.parametrize("size", [10, 10_000_000])
+def test_what_it_meets_is_raised_here(tmp_path, size):
+    (tmp_path / "there").touch()
+    with Writer() as writer, pytest.raises(FileExistsError):
+        writer.write_file(tmp_path / "there", [b"x" * size])
+    with Writer() as writer, pytest.raises(FileNotFoundError):
+        writer.checksum(tmp_path / "missing")
+
+
+def test_a_disk_that_is_full_half_way_through(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, hard))
+    try:
+        writer = Writer()  # it inherits the limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with writer, pytest.raises(ArchiveError, match=r"^cannot write the archive .*: File too large$"):
+        write_archive(tmp_path / "a", state(), {}, kind="test", verify=True, writer=writer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_disk_does_not_give_back_gets_no_name(tmp_path):
+    class Forgetful(Writer):
+        def checksum(self, path):
+            with path.open("r+b") as file:
+                file.write(b"\xff")
+            return super().checksum(path)
+
+    with Forgetful() as writer, pytest.raises(ArchiveError, match="is not read back as written"):
+        write_archive(tmp_path / "a", state(), {}, kind="test", verify=True, writer=writer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_is_killed_is_told_from_a_disk_that_refuses(tmp_path):
+    with Writer() as writer:
+        writer._process.kill()
+        with pytest.raises(WriterGone):
+            write_archive(tmp_path / "a", state(), {}, kind="test", verify=True, writer=writer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_that_are_meant_for_the_training_do_not_stop_it(tmp_path):
+    with Writer() as writer:
+        writer.write_file(tmp_path / "first", [b"x"])  # it is up
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            writer._process.send_signal(number)
+        assert writer.write_file(tmp_path / "second", [b"y"])["bytes"] == 1
+
+
+@pytest.mark.parametrize("missing", ["executable", "frozen", "writev"])
+def test_where_there_can_be_none_it_says_so(monkeypatch, missing):
+    if missing == "executable":
+        monkeypatch.setattr(sys, "executable", "")
+    elif missing == "frozen":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    else:
+        monkeypatch.delattr(os, "writev")
+    with pytest.raises(WriterGone):
+        Writer()
+
+
+def life(run_dir, steps=6):
+    run = build()
+    callbacks = [NanCallback(), Rollback(every=2, confirm_after=1, on_disk=1)]
+    with run.sentinel(callbacks, run_dir=run_dir) as sentinel:
+        for batch in sentinel.steps(make_batches(steps)):
+            sentinel.backward(run.loss(batch))
+            sentinel.step()
+        sentinel._watch.run.states.finish()
+        failures = sentinel._watch.run.states.failures()
+    return failures, sorted(path.name for path in (run_dir / "snapshots").iterdir())
+
+
+def test_a_run_whose_states_are_large_uses_it(tmp_path, monkeypatch):
+    started = []
+
+    class Counted(Writer):
+        def __init__(self):
+            super().__init__()
+            started.append(self._process)
+
+    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
+    monkeypatch.setattr(saved_states, "Writer", Counted)
+    failures, names = life(tmp_path / "run")
+    assert failures == []
+    assert started
+    assert all(process.returncode == 0 for process in started)
+    assert len(names) == 1
+    with build().sentinel([NanCallback(), Rollback()], run_dir=tmp_path / "run", resume="auto") as sentinel:
+        assert sentinel.step_count == int(names[0].split("-")[1])
+
+
+def test_a_run_goes_on_without_it(tmp_path, monkeypatch, caplog):
+    def none():
+        raise WriterGone("no process can be started: [Errno 11] Resource temporarily unavailable")
+
+    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
+    monkeypatch.setattr(saved_states, "Writer", none)
+    failures, names = life(tmp_path / "run")
+    assert failures == []
+    assert len(names) == 1
+    assert caplog.text.count("snapshots are written by a thread from now on") == 1
+
+
+def test_a_disk_that_refuses_the_process_is_told_as_ever(tmp_path, monkeypatch):
+    class Full(Writer):
+        def write_file(self, path, pieces):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
+    monkeypatch.setattr(saved_states, "Writer", Full)
+    run = build()
+    with run.sentinel(
+        [NanCallback(), Rollback(every=2, confirm_after=1, on_disk=1)], run_dir=tmp_path
+    ) as sentinel:
+        for batch in sentinel.steps(make_batches(8)):
+            sentinel.backward(run.loss(batch))
+            sentinel.step()
+    assert any("No space left on device" in incident.message for incident in sentinel.incidents)
+    assert list((tmp_path / "snapshots").iterdir()) == []
+
+
+ORPHAN = """
+import os, sys, torch
+from pathlib import Path
+from gradsentinel.state.archive import write_archive
+from gradsentinel.state.writer import Writer
+class Told(Writer):
+    def _put(self, pieces):
+        super()._put(pieces[:1] if len(pieces) > 2 else pieces)
+        if len(pieces) > 2:
+            print(self._process.pid, flush=True)
+            os.kill(os.getpid(), 9)
+with Told() as writer:
+    state = {str(n): torch.ones(100_000) for n in range(20)}
+    write_archive(Path(sys.argv[1]), state, {}, kind="test", verify=True, writer=writer)
+"""
+
+
+def is_running(process):
+    """Whether a process, which may be nobody's child, has not ended."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in {"Z", "X"}
+
+
+def test_it_ends_when_the_training_is_killed_and_gives_nothing_a_name(tmp_path):
+    killed = subprocess.run(  # noqa: S603 - our own script
+        [sys.executable, "-c", ORPHAN, str(tmp_path / "a")], capture_output=True, text=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    process = int(killed.stdout)
+    deadline = time.monotonic() + 30
+    while is_running(process) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(process)
+    assert all(entry.name.startswith(".tmp-") for entry in tmp_path.iterdir())
