@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gradsentinel import events
 from gradsentinel.bus import Bus
@@ -180,7 +181,7 @@ class Inquiry:
 
     def _announce(self, incident: Incident, text: str) -> None:
         """Log one line for the whole job, and say in it where the trouble was."""
-        if self._run.consensus.rank:
+        if self._run.consensus.rank or incident.details.get("said"):  # as `Disk` does for what it refuses
             return
         alone = self._run.consensus.world_size == 1
         where = "" if alone else f", {incident.who}"
@@ -191,9 +192,10 @@ class Inquiry:
         """Rank 0 writes the merged incident; the ranks' own evidence is their callbacks' business."""
         if self._run.consensus.rank:
             return
+        write = partial(self._run.directory.write_incident, incident)
         try:
-            self._run.directory.write_incident(incident)
-        except (OSError, TypeError, ValueError) as error:
+            self._run.disk.attempt(f"incident {incident.id}", write)
+        except (TypeError, ValueError) as error:
             logger.error("incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
 
     def _write_norms(self, incident: Incident) -> None:
@@ -205,8 +207,9 @@ class Inquiry:
             norms = run.norms.until(incident.iteration)
             if norms is not None:
                 rank = run.rank.rank if run.consensus.world_size > 1 else None
-                run.directory.write_norms(incident, norms, rank=rank)
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
+                write = partial(run.directory.write_norms, incident, norms, rank=rank)
+                run.disk.attempt(f"the norms before incident {incident.id}", write)
+        except (RuntimeError, TypeError, ValueError) as error:
             logger.error("the norms before incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
 
 

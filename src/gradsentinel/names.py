@@ -18,6 +18,7 @@ from gradsentinel.errors import StoreError
 from gradsentinel.incident import jsonable, now
 from gradsentinel.measures.inspection import local
 from gradsentinel.run import Run
+from gradsentinel.state.disk import is_full_or_broken
 from gradsentinel.store import check_schema, write_json
 from gradsentinel.wording import plain_name
 
@@ -25,6 +26,9 @@ logger = logging.getLogger("gradsentinel")
 
 SCHEMA = 1
 _FILE = re.compile(r"params-rank(\d+)\.json")
+
+
+_WHAT = "the names of the parameters"
 
 
 class ParameterMap:
@@ -46,7 +50,11 @@ class ParameterMap:
             data = describe_parameters(run)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, data)
-        except Exception:  # names are a convenience: whatever a host or a disk does, the run goes on
+            run.disk.taken(_WHAT)
+        except Exception as error:  # names are a convenience: whatever a host or a disk does, the run goes on
+            if isinstance(error, OSError) and is_full_or_broken(error):
+                run.disk.refused(_WHAT, error, self.write)
+                return None
             if not self._failed:
                 logger.exception("the names of the parameters could not be written to %s", path)
             self._failed = True

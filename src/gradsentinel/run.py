@@ -28,6 +28,7 @@ from gradsentinel.ranks.replicas import ReplicaGroup
 from gradsentinel.ranks.topology import Rank
 from gradsentinel.state import snapshot as snapshots
 from gradsentinel.state.archive import ArchiveError
+from gradsentinel.state.disk import Disk
 from gradsentinel.state.health import StateHealth, in_words
 from gradsentinel.state.layout import layout_of
 from gradsentinel.state.lock import RunLock
@@ -116,6 +117,8 @@ class Run:
     """Asks the callbacks what they must remember over a restart."""
     lock: RunLock | None = None
     """Keeps others from writing to the same run directory."""
+    disk: Disk = field(default_factory=Disk)
+    """What the disk does not take at the moment."""
     staging: Staging = field(default_factory=Staging)
     """Memory for snapshots."""
     states: SavedStates = field(init=False)
@@ -128,8 +131,8 @@ class Run:
     """Snapshots that may still be being copied."""
 
     def __post_init__(self) -> None:
-        self.states = SavedStates(self.directory.snapshots, self.consensus, self.staging.cost)
-        self.skipped = SkippedBatches(self.directory, self.consensus)
+        self.states = SavedStates(self.directory.snapshots, self.consensus, self.staging.cost, self.disk)
+        self.skipped = SkippedBatches(self.directory, self.consensus, self.disk)
 
     @property
     def position(self) -> tuple[int, int]:

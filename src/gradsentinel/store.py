@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from gradsentinel.incident import Incident
 from gradsentinel.wording import id_order
 
 SCHEMA = 1
+_MOST_WAITING = 1000
+"""So many lines of an event log are kept while the disk does not take them."""
 _LARGEST_INCIDENT = 64 << 20  # bytes
 # Names of files that are not UTF-8 hold lone surrogates; escaped this way they are still JSON.
 _LONE_SURROGATES = "backslashreplace"
@@ -129,26 +132,77 @@ class RunDirectory:
 
 
 class EventFile:
-    """Appends one line an event; each line is handed to the system before the call returns."""
+    """Appends one line an event; each line is handed to the system before the call returns.
+
+    A line that the system does not take is kept and written by a later call: so many of them that a disk
+    which is full for hours costs no memory to speak of. Never is a part of a line followed by another one.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        if _ends_mid_line(path):
-            os.write(self._descriptor, b"\n")
+        self._path = path
+        self._descriptor: int | None = None
+        self._closed = False
+        self._waiting: deque[bytes] = deque()
+        """Lines that are not on disk; the first of them may be the rest of one."""
+        self.lost = 0
+        """Lines that were given up since there were too many."""
+        with suppress(OSError):  # the first line meets it again
+            self._open()
+
+    @property
+    def waiting(self) -> int:
+        """Number of lines that are not on disk."""
+        return len(self._waiting)
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one JSON object as one line."""
-        if self._descriptor is None:
+        """Append one JSON object as one line, behind those that are kept; raises OSError if it is kept."""
+        if self._closed:
             return
         line = json.dumps({"schema": SCHEMA, **entry}, ensure_ascii=False, allow_nan=False) + "\n"
-        os.write(self._descriptor, line.encode(errors=_LONE_SURROGATES))
+        self._waiting.append(line.encode(errors=_LONE_SURROGATES))
+        if len(self._waiting) > _MOST_WAITING:
+            del self._waiting[1]  # the first says who and where, or is the rest of a line
+            self.lost += 1
+        self._flush()
 
     def close(self) -> None:
-        """Close the file; later writes are ignored."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Close the file; later writes are ignored. Raises OSError if there are lines that are lost now."""
+        try:
+            if self._waiting:
+                self._flush()
+        finally:
+            self._closed = True
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if _ends_mid_line(self._path):
+            self._waiting.appendleft(b"\n")
+
+    def _flush(self) -> None:
+        if self._descriptor is None:
+            self._open()
+        assert self._descriptor is not None
+        while self._waiting:
+            self._append(self._descriptor, self._waiting[0])
+            self._waiting.popleft()
+
+    def _append(self, descriptor: int, line: bytes) -> None:
+        """Append a line, or nothing of it: a disk that is nearly full takes a part."""
+        done = 0
+        try:
+            while done < len(line):
+                done += os.write(descriptor, line[done:])
+        except OSError:
+            if done:
+                try:
+                    os.ftruncate(descriptor, os.fstat(descriptor).st_size - done)
+                except OSError:  # then it has to be completed later
+                    self._waiting[0] = line[done:]
+            raise
 
 
 def read_incident(directory: Path) -> Incident:
@@ -179,11 +233,15 @@ def read_incident(directory: Path) -> Incident:
 
 def write_json(path: Path, data: Any, *, indent: int | None = 2) -> None:
     """Write a JSON file so that a reader sees the old or the new one, never half of it."""
+    write_text(path, json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file likewise; raises OSError, and leaves nothing of it then."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    text = json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
     try:
         with temporary.open("w", encoding="utf-8", errors=_LONE_SURROGATES) as file:
-            file.write(text + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -64,14 +64,14 @@ NO_SENTENCES = {
     *("running micro-batch {0} once more, watched", "looking for what makes it so large"),
     # the end of an error, and of what is too long to be sent
     *(" (is torch.distributed initialised before the Sentinel is made?)", "details of {0} characters"),
-    *("the state of step {0}", "the removal of old states"),
+    *("the state of step {0}", "the removal of old states", "the known-good states"),
     # parts that are put together here: the whole is in the table
     *("the record(s) with ", "gradient of", " and no ", ", and ", "; it began on ", "one of "),
     # kinds of handovers, and types
     *("in back", "out back", "tuple[Detector, ...]", "Cause | None", "tuple[int, int, int] | None"),
 }
 ELSEWHERE = re.compile(
-    r"(\w*Error|\w*Warning|require|checked|re\.\w+|_?log\w*\.\w+|warnings\.\w+|\w*warn\w*)$"
+    r"(\w*Error|\w*Warning|require|checked|re\.\w+|_?log\w*\.\w+|[\w.]*disk\.\w+|warnings\.\w+|\w*warn\w*)$"
 )
 
 

@@ -212,14 +212,14 @@ class Escalation(Responder):
     def _save(self, run: Run) -> None:
         if run.consensus.rank or not run.explicit_directory:
             return
-        try:
-            run.directory.path.mkdir(parents=True, exist_ok=True)
-            limits = {"skip": self.max_skips, "rollback": self.max_rollbacks, "window": self.window}
-            write_json(run.directory.path / FILE, {**self._ledger.as_dict(run.iteration), "limits": limits})
-        except OSError as error:
-            logger.error(  # noqa: TRY400 - the reason is in the message
-                "%s could not be written, a restart will not know what was spent: %s", FILE, error
-            )
+        run.disk.attempt(
+            f"{FILE}, without which a restart will not know what was spent,", lambda: self._write(run)
+        )
+
+    def _write(self, run: Run) -> None:
+        run.directory.path.mkdir(parents=True, exist_ok=True)
+        limits = {"skip": self.max_skips, "rollback": self.max_rollbacks, "window": self.window}
+        write_json(run.directory.path / FILE, {**self._ledger.as_dict(run.iteration), "limits": limits})
 
     def _raise_alarm(self, incident: Incident, run: Run) -> None:
         if run.consensus.rank:

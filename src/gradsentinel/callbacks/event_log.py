@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,8 +15,12 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.incident import jsonable, now
 from gradsentinel.names import ParameterMap
 from gradsentinel.run import Run
+from gradsentinel.state.disk import reason_of
 from gradsentinel.store import EventFile
 
+logger = logging.getLogger("gradsentinel")
+
+_WHAT = "the event log"
 _MOST_WAITING = 1000
 """So many lines are held back while a run without a named directory has nothing to keep."""
 
@@ -131,6 +136,8 @@ class EventLog(Callback):
             **({} if not spent else {"snapshots": asdict(spent)}),
         )
         self._ended = True
+        if run is not None and run.disk.refuses_something:
+            run.disk.retry(now=True)
         self._close()
 
     def _write_step(self, event: events.AfterStep) -> None:
@@ -183,16 +190,39 @@ class EventLog(Callback):
                 return
             self._file = EventFile(self._run.directory.events_file(self._run.rank.rank))
             for waiting in self._waiting:
-                self._file.write(waiting)
+                self._append(waiting)
             self._waiting.clear()
             self._names = ParameterMap(self._run)
             self._names.write()
         else:
-            self._file.write(entry)
+            self._append(entry)
         if self._ended:  # what the last event brought to light
             self._close()
 
+    def _append(self, entry: dict[str, Any]) -> None:
+        """Hand a line to the system; what it does not take is kept, and written behind a later line."""
+        assert self._file is not None
+        assert self._run is not None
+        disk = self._run.disk
+        try:
+            self._file.write(entry)
+            if self._file.lost:
+                lost, self._file.lost = self._file.lost, 0
+                self._file.write({"event": "lines_lost", "step": entry["step"], "time": now(), "count": lost})
+        except OSError as error:
+            disk.refused(_WHAT, error)
+            return
+        disk.taken(_WHAT)
+        if disk.refuses_something:
+            disk.retry()
+
     def _close(self) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.close()
-            self._file = None
+        except OSError as error:
+            logger.error(  # noqa: TRY400 - the reason is in the message
+                "the last %d lines of the event log are lost: %s", self._file.waiting, reason_of(error)
+            )
+        self._file = None

@@ -68,6 +68,8 @@ class Rollback(Responder):
     """So many steps were taken back in this process."""
     _unsaved: dict[tuple[int, int], str] = field(default_factory=dict, init=False, repr=False)
     """The snapshots that could not be saved, and why, until all ranks have heard of it."""
+    _disk_refuses: bool = field(default=False, init=False, repr=False)
+    """True once that was said, until the disk takes everything again."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep", "after", "window"):
@@ -157,7 +159,7 @@ class Rollback(Responder):
             self._tell(run)
         if event.incident.detector.startswith(type(self).__name__):
             for iteration, step in details.get("unsaved", ()):
-                self._unsaved.pop((iteration, step), None)
+                self._disk_refuses |= self._unsaved.pop((iteration, step), None) is not None
                 run.states.doubt((iteration, step))
 
     def on_run_end(self, event: events.RunEnd) -> Findings:
@@ -296,13 +298,18 @@ class Rollback(Responder):
         """Say what could not be saved, until all ranks have heard of it."""
         self._unsaved.update(run.states.failures())
         if not self._unsaved:
+            self._disk_refuses = self._disk_refuses and run.disk.refuses_something
             return []
         evidence = Evidence(
             kind=Kind.CUSTOM,
             action=Action.WARN,
             message=f"{'; '.join(self._unsaved.values())}; until the disk takes them again, known-good "
             "states are in memory only",
-            details={"unsaved": [list(mark) for mark in self._unsaved], "subject": str(max(self._unsaved))},
+            details={
+                "unsaved": [list(mark) for mark in self._unsaved],
+                "subject": str(max(self._unsaved)),
+                "said": self._disk_refuses or run.consensus.rank == 0,  # then its own log has it
+            },
         )
         value = torch.tensor(True)
         return [Finding(kind=evidence.kind, value=value, action=evidence.action, confirm=lambda: evidence)]

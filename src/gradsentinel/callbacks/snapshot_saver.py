@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +23,18 @@ from gradsentinel.diagnosis.repro import write_program
 from gradsentinel.diagnosis.storable import nbytes
 from gradsentinel.diagnosis.stored_call import call_to_tree, encode
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.evidence import Diagnosis, Finding
+from gradsentinel.evidence import Diagnosis, Evidence, Finding
 from gradsentinel.incident import Incident, Outcome
 from gradsentinel.run import Run
 from gradsentinel.state.background import Background
+from gradsentinel.state.disk import Refused, is_of_the_disk
 from gradsentinel.state.tree import UnsupportedStateError, flatten
 
 logger = logging.getLogger("gradsentinel")
 
 _FOR_OPERATOR = 1 << 27
 """So many bytes, but at most an eighth of all, are reserved for the bad operator's inputs."""
+_WHAT = "the bundles"
 _PATIENCE = 300.0
 """Seconds that the end of a run waits for what is still being written."""
 
@@ -73,6 +75,8 @@ class SnapshotSaver(Callback):
     _background: Background | None = field(default=None, init=False, repr=False)
     _open: _Open | None = field(default=None, init=False, repr=False)
     _written: int = field(default=0, init=False, repr=False)
+    _is_said: bool = field(default=False, init=False, repr=False)
+    """True if the disk refused the last one, which `Disk` has said."""
 
     def __post_init__(self) -> None:
         self.level = Level.parse(self.level)
@@ -113,7 +117,7 @@ class SnapshotSaver(Callback):
         scene = parts.archives.get("scene")
         saved = () if scene is None else tuple(int(entry["index"]) for entry in scene[0]["microbatches"])
         self._open = _Open(incident, event.scene, writer, saved, self.max_bytes - parts.nbytes)
-        self._background.submit(self._what(incident), lambda: writer.write(parts), parts.nbytes)
+        self._submit(self._what(incident), lambda: writer.write(parts), parts.nbytes)
 
     def on_diagnosis(self, event: events.DiagnosisEvent) -> None:
         """Add the bad operator, its inputs, and the program that runs it."""
@@ -146,9 +150,9 @@ class SnapshotSaver(Callback):
 
     def _wanted(self, incident: Incident) -> bool:
         mine = incident.kind is Kind.CALLBACK_ERROR and incident.detector.startswith(type(self).__name__)
-        return (
-            incident.action >= Action.parse(self.min_action) and self._written < self.max_bundles and not mine
-        )
+        if mine or "unsaved" in incident.details:  # a disk that refuses would refuse this, too
+            return False
+        return incident.action >= Action.parse(self.min_action) and self._written < self.max_bundles
 
     def _add_microbatch(self, bundle: _Open, run: Run) -> None:
         """Keep the guilty micro-batch, if the diagnosis found it to be another one than was suspected."""
@@ -159,7 +163,7 @@ class SnapshotSaver(Callback):
         parts.archives = {f"scene-microbatch{wanted}": archive for archive in parts.archives.values()}
         bundle.room -= parts.nbytes
         what, writer = self._what(bundle.incident), bundle.writer
-        self._background.submit(what, lambda: writer.write(parts), parts.nbytes)
+        self._submit(what, lambda: writer.write(parts), parts.nbytes)
 
     def _add_operator(self, bundle: _Open, guilty: Guilty, diagnosis: Diagnosis, run: Run) -> None:
         assert self._background is not None
@@ -167,15 +171,15 @@ class SnapshotSaver(Callback):
         try:
             call, reason = call_of(guilty.event, device=run.host.device, limit=bundle.room)
             if reason:
-                self._background.submit(what, lambda: writer.leave_out(reason))
+                self._submit(what, lambda: writer.leave_out(reason))
             if call is None:
                 return
             state, meta, program = self._program(bundle, guilty, diagnosis, call)
         except (CannotRun, RuntimeError, TypeError, ValueError) as error:
             refused = f"the bad operator: {error}"
-            self._background.submit(what, lambda: writer.leave_out(refused))
+            self._submit(what, lambda: writer.leave_out(refused))
             return
-        self._background.submit(what, lambda: writer.write_operator(state, meta, program), nbytes(state))
+        self._submit(what, lambda: writer.write_operator(state, meta, program), nbytes(state))
 
     @staticmethod
     @torch.no_grad()
@@ -203,6 +207,25 @@ class SnapshotSaver(Callback):
         meta["function"] = None if function is None else f"{function.module}:{function.qualname}"
         return {"operator": operator, "function": given, "lost": before}, meta, program
 
+    def _submit(self, what: str, work: Callable[[], None], nbytes: int = 0) -> None:
+        assert self._background is not None
+        assert self._run is not None
+        disk = self._run.disk
+
+        def write() -> None:
+            try:
+                work()
+            except (OSError, RuntimeError) as error:
+                if is_of_the_disk(error):
+                    # What it held is gone, and nothing to try again: it is over when another thing is taken.
+                    self._is_said = True
+                    disk.refused(_WHAT, error, lambda: disk.taken(_WHAT), lost=what)
+                    raise Refused(str(error)) from error
+                raise
+            disk.taken(_WHAT)
+
+        self._background.submit(what, write, nbytes)
+
     @staticmethod
     def _what(incident: Incident) -> str:
         return f"the bundle of {incident.id}"
@@ -211,15 +234,18 @@ class SnapshotSaver(Callback):
         failures = [] if self._background is None or not self._written else self._background.failures()
         if not failures:
             return None
-        return [
-            Finding(
-                kind=Kind.CALLBACK_ERROR,
-                action=Action.WARN,
-                value=torch.tensor(True),
-                message=f"{type(self).__name__}: {failure}; the run goes on",
-            )
-            for failure in failures
-        ]
+        said, self._is_said = self._is_said, False
+        return [self._report(failure, said=said) for failure in failures]
+
+    def _report(self, failure: str, *, said: bool) -> Finding:
+        evidence = Evidence(
+            kind=Kind.CALLBACK_ERROR,
+            action=Action.WARN,
+            message=f"{type(self).__name__}: {failure}; the run goes on",
+            details={"said": True} if said else {},
+        )
+        value = torch.tensor(True)
+        return Finding(kind=evidence.kind, action=evidence.action, value=value, confirm=lambda: evidence)
 
 
 def _function_of(

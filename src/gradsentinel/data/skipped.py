@@ -15,6 +15,7 @@ from gradsentinel.data.records import Content
 from gradsentinel.errors import StoreError
 from gradsentinel.incident import jsonable
 from gradsentinel.ranks.consensus import Consensus
+from gradsentinel.state.disk import Disk
 from gradsentinel.store import RunDirectory, check_schema, write_json
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ class SkippedBatches:
     batch that the fault began in is there again. Elsewhere they do not talk.
     """
 
-    def __init__(self, directory: RunDirectory, consensus: Consensus) -> None:
+    def __init__(self, directory: RunDirectory, consensus: Consensus, disk: Disk | None = None) -> None:
+        self._disk = disk or Disk()
         self.entries: list[SkippedBatch] = []
         self._from_before: list[SkippedBatch] = []
         """What an earlier process left out in its epoch, until it is clear that this one goes on there."""
@@ -221,12 +223,15 @@ class SkippedBatches:
         if self._consensus.rank:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._path, {"schema": SCHEMA, "batches": [one.as_dict() for one in self.entries]})
-        except (OSError, TypeError, ValueError) as error:
+            self._disk.attempt("the list of batches to leave out", self._write)
+        except (TypeError, ValueError) as error:
             logger.error(  # noqa: TRY400 - the reason is in the message
                 "the list of batches to leave out could not be written, it is in memory only: %s", error
             )
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._path, {"schema": SCHEMA, "batches": [one.as_dict() for one in self.entries]})
 
     def without(
         self, drawn: Iterable[tuple[int, B]], run: Run, sampler: SkipBatches | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from gradsentinel.errors import StoreError
 from gradsentinel.incident import Incident
 from gradsentinel.state.archive import read_archive, write_archive
 from gradsentinel.state.tree import UnsupportedStateError
-from gradsentinel.store import check_schema, read_incident, write_json
+from gradsentinel.store import check_schema, read_incident, write_json, write_text
 
 SCHEMA = 1
 KINDS = {
@@ -103,9 +102,7 @@ class BundleWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._archive("operator", state, meta) and program:
             name = f"repro{self.suffix}.py"
-            temporary = self.directory / f".{name}.{os.getpid()}.tmp"
-            temporary.write_text(program, encoding="utf-8")
-            temporary.replace(self.directory / name)
+            write_text(self.directory / name, program)
             self._note(name, "runs the bad operator on its saved inputs; needs torch and safetensors only")
         self._finish()
 

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gradsentinel.state.disk import Refused
+
 logger = logging.getLogger("gradsentinel")
 
 
@@ -97,7 +99,8 @@ class Background:
             try:
                 job.work()
             except Exception as error:  # the thread's edge: a full disk must not kill the run
-                logger.exception("%s could not be written", job.what)
+                if not isinstance(error, Refused):
+                    logger.exception("%s could not be written", job.what)
                 with self._changed:
                     self._failures.append(f"{job.what} could not be written: {error}")
             with self._changed:

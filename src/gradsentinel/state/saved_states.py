@@ -22,6 +22,7 @@ from gradsentinel.state.archive import (
     write_archive,
 )
 from gradsentinel.state.background import Background
+from gradsentinel.state.disk import Disk, is_of_the_disk
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.state.staging import Cost
 from gradsentinel.state.tree import UnsupportedStateError, flatten
@@ -36,6 +37,8 @@ _PATIENCE = 600.0
 
 _FOR_A_PROCESS = 4 << 20
 """Bytes from which on a state is worth a process: to start one costs as much as to write so many."""
+
+_WHAT = "the known-good states"
 
 Mark = tuple[int, int]
 """Which state it is: steps attempted until then, steps done. The first never goes back, so it orders them."""
@@ -52,10 +55,12 @@ class SavedStates:
         directory: where the states lie; made when the first is saved.
         consensus: to find the newest that all ranks have.
         cost: where to add up what saving costs.
+        disk: who says that it refuses, and that it takes them again.
     """
 
-    def __init__(self, directory: Path, consensus: Consensus, cost: Cost) -> None:
+    def __init__(self, directory: Path, consensus: Consensus, cost: Cost, disk: Disk | None = None) -> None:
         self.directory = directory
+        self._disk = disk or Disk()
         self._consensus = consensus
         self._cost = cost
         self.keep = 0
@@ -104,9 +109,12 @@ class SavedStates:
                 self._write_beside(snapshot)
             except Exception as error:
                 self._failed.append((mark, f"the state of step {snapshot.step} could not be saved: {error}"))
-                if isinstance(error, (OSError, ArchiveError)):
-                    return  # the disk's fault, and that is going to be an incident: no traceback beside it
-                raise
+                if is_of_the_disk(error):
+                    self._disk.refused(_WHAT, error, lost=f"the state of step {snapshot.step} on disk")
+                elif not isinstance(error, ArchiveError):  # that one is going to be an incident
+                    raise
+                return
+            self._disk.taken(_WHAT)
             self._cost.written += 1
             self._cost.write_seconds += time.perf_counter() - started
 
@@ -120,9 +128,14 @@ class SavedStates:
             return there
         try:
             path = self._write(snapshot)
-        except (OSError, RuntimeError, TypeError):
-            logger.exception("the state of step %d could not be saved", snapshot.step)
+        except (OSError, RuntimeError, TypeError) as error:
+            if is_of_the_disk(error):
+                logger.error("the state of step %d could not be saved: %s", snapshot.step, error)  # noqa: TRY400
+                self._disk.refused(_WHAT, error)
+            else:
+                logger.exception("the state of step %d could not be saved", snapshot.step)
             return None
+        self._disk.taken(_WHAT)
         self._delete_older()
         return path
 
