@@ -126,6 +126,15 @@ class Detector(Callback):
         del step, norm, losses
         return None
 
+    def glimpse(self, step: int) -> Tensor | None:
+        """Return a number of its own that must be finite for `calm`, 0-dim; None if it has none.
+
+        It is read together with the norm and the losses, at no further wait. If it is not finite nobody is
+        asked, and all of them hear the step's events.
+        """
+        del step
+        return None
+
 
 class Comparer(Detector):
     """A detector whose numbers must be the same on all ranks of a group; the watch does the comparing.

@@ -31,6 +31,9 @@ class Glance:
         self._kept: events.AfterBackward | None = None
         self._never: tuple[Detector, ...] | None = None
         """Detectors among whom is one that cannot tell by these numbers."""
+        self._asked: tuple[Detector, ...] | None = None
+        self._own: list[Detector] = []
+        """Those of them that have numbers of their own."""
 
     def possible(self) -> bool:
         """Return True if a step may turn out to need no more than a glance."""
@@ -61,12 +64,13 @@ class Glance:
         factor = None
         if gradients.clip_at is not None and len(gradients):
             factor = gradients.clip_factor(gradients.clip_at)
-        numbers = _read([gradients.total_norm, *losses, *(() if factor is None else (factor,))])
+        own = self._glimpses(calm_ones)
+        numbers = _read([gradients.total_norm, *losses, *own, *(() if factor is None else (factor,))])
         if numbers is None:
             return None
         if factor is not None:
             gradients.known_factor = numbers.pop()
-        norm, seen = numbers[0], numbers[1:]
+        norm, seen = numbers[0], numbers[1 : 1 + len(losses)]
         if not all(map(math.isfinite, numbers)):
             return None
         for one in calm_ones:
@@ -82,6 +86,15 @@ class Glance:
         return Decision(
             apply=True, step=run.step, action=Action.CONTINUE, grad_norm=norm, loss=loss, glanced=True
         )
+
+    def _glimpses(self, calm_ones: tuple[Detector, ...]) -> list[Tensor]:
+        """Return the numbers that detectors want read along."""
+        if self._asked is not calm_ones:
+            self._asked = calm_ones
+            self._own = [one for one in calm_ones if type(one).glimpse is not Detector.glimpse]
+        step = self._run.step
+        found = [self._bus.ask(one, partial(one.glimpse, step), step, "glimpse") for one in self._own]
+        return [value for value in found if value is not None]
 
 
 def _read(values: list[Tensor]) -> list[float] | None:

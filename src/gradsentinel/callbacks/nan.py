@@ -31,6 +31,8 @@ class _Step:
     view: GradientView | None = None
     seen: list[tuple[int, Tensor]] = field(default_factory=list)
     """Largest gradient magnitude after each micro-batch: unlike a 2-norm it never overflows by itself."""
+    buffers: bool = False
+    """True if the small buffers were handed in already."""
 
 
 @dataclass(kw_only=True)
@@ -93,6 +95,11 @@ class NanCallback(Detector):
         """
         return not self._buffers_due(step) and not (self._eps is not None and self._eps.suspected())
 
+    def glimpse(self, step: int) -> Tensor | None:
+        """Return a sum over the small buffers: what the forward pass has done to the statistics."""
+        run = self._run
+        return None if run is None else run.health.small_buffers()
+
     def on_run_start(self, event: events.RunStart) -> Sequence[Finding]:
         """Look at the initial state: an uninitialised parameter is named before any training."""
         self._run = event.run
@@ -115,43 +122,63 @@ class NanCallback(Detector):
         """Forget the last step's micro-batches."""
         self._step = _Step()
 
-    def on_after_backward(self, event: events.AfterBackward) -> Finding | None:
-        """Judge the loss; remember the gradients' size so far, to tell the bad micro-batch later."""
+    def on_after_backward(self, event: events.AfterBackward) -> list[Finding]:
+        """Judge the loss; remember the gradients' size so far, to tell the bad micro-batch later.
+
+        And, after the last one, the small buffers: where the ranks need no agreement while the norm they all
+        have is sound (FSDP), what is found later than this reaches nobody.
+        """
+        found = self._look_at_small_buffers(scaled=event.scaled) if event.last else []
         if self.check_microbatches and not event.last:
             self._step.seen.append((event.microbatch, event.gradients.max_magnitude))
         if event.loss is None:
-            return None
+            return found
         loss, microbatch, step = event.loss, event.microbatch, self._step
-        return Finding(
+        bad_loss = Finding(
             kind=Kind.NONFINITE_LOSS,
             value=loss,
             action=Action.parse(self.action),
             confirm=lambda: self._confirm_loss(loss, microbatch, step),
             microbatch=microbatch,
         )
+        return [bad_loss, *found]
 
     def on_before_clip(self, event: events.BeforeClip) -> list[Finding]:
         """Judge the gradients through their global norm, or the loss scale if there is a scaler.
 
-        And an update that divides 0 by 0. And, where the state is due after this step, what its forward pass
-        has written to buffers: now that can still be put back, and the weights have not moved.
+        And an update that divides 0 by 0. And what the forward pass has written to buffers, to small ones in
+        every step, to all where the state is due after this one: now that can still be put back, and the
+        weights have not moved.
         """
         found = [self._look_at_gradients(event)]
         lost = None if self._eps is None else self._eps.finding()
         if lost is not None:
             found.append(lost)
-        run = self._run
+        run, scaled = self._run, event.loss_scale is not None
         if run is not None and self._buffers_due(event.step):
-            view, scaled = event.gradients, event.loss_scale is not None
-            found.append(
-                Finding(
-                    kind=Kind.NONFINITE_STATE,
-                    value=run.health.buffer_norm(),
-                    action=Action.parse(self.action),
-                    confirm=lambda: self._confirm_buffers(run, view, scaled=scaled),
-                )
-            )
+            found.append(self._buffers(run, run.health.buffer_norm(), scaled=scaled))
+        elif not self._step.buffers and event.gradients.alarm is None:
+            found += self._look_at_small_buffers(scaled=scaled)
         return found
+
+    def _look_at_small_buffers(self, *, scaled: bool) -> list[Finding]:
+        run = self._run
+        if run is None or run.decides_late:  # heard of late, the buffers would be those of another step
+            return []
+        value = run.health.small_buffers()
+        if value is None:
+            return []
+        self._step.buffers = True
+        return [self._buffers(run, value, scaled=scaled)]
+
+    def _buffers(self, run: Run, value: Tensor, *, scaled: bool) -> Finding:
+        step = self._step
+        return Finding(
+            kind=Kind.NONFINITE_STATE,
+            value=value,
+            action=Action.parse(self.action),
+            confirm=lambda: self._confirm_buffers(run, step.view, scaled=scaled),
+        )
 
     def _buffers_due(self, step: int) -> bool:
         run = self._run
@@ -277,16 +304,20 @@ class NanCallback(Detector):
             details={"loss_scale": value},
         )
 
-    def _confirm_buffers(self, run: Run, view: GradientView, *, scaled: bool) -> Evidence | None:
+    def _confirm_buffers(self, run: Run, view: GradientView | None, *, scaled: bool) -> Evidence | None:
         """Tell statistics that this step has spoilt from those that were bad before, and from a bad step."""
         losses = [done.loss for done in run.scene.passes if done.loss is not None]
         if not all(bool(torch.isfinite(loss).all()) for loss in losses):
             return None  # that is somebody else's finding, and cured together with it
-        if not scaled and not bool(torch.isfinite(view.total_norm)):
+        if not scaled and view is not None and not bool(torch.isfinite(view.total_norm)):
             return None
         spoilt = nonfinite_in(run.health.buffers())
-        if not spoilt or run.health.scan(before_step=True):
-            return None  # what was bad before is found after the step
+        if not spoilt:
+            return None
+        before = run.health.scan(before_step=True)
+        if before:  # which is found after the step, when the state is looked at
+            run.health.set_aside(entry.name for entry in before.get("buffers", ()))
+            return None
         return Evidence(
             kind=Kind.NONFINITE_STATE,
             action=Action.parse(self.action),

@@ -35,6 +35,8 @@ class BufferShadow:
         self._unborn: list[nn.Module] = []
         """Modules whose buffers had no shape yet when they were to be remembered."""
         self._captures = 0
+        self.generation = 0
+        """Goes up whenever modules and buffers were looked for."""
         self.may_wait = True
         """False trusts the version counters of large buffers instead of comparing them from time to time."""
         self._absent: list[tuple[nn.Module, str]] = []
@@ -46,6 +48,11 @@ class BufferShadow:
             buffer = module._buffers.get(name)
             if buffer is not None:
                 yield label, buffer
+
+    def holders(self) -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
+        """Yield for each buffer its label, and the dict and the name that it is found by at any time."""
+        for label, module, name in self._owners:
+            yield label, module._buffers, name
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers by name as they were remembered last."""
@@ -164,6 +171,7 @@ class BufferShadow:
     def find(self) -> None:
         """Look which modules and buffers there are; new ones are remembered at the next capture."""
         self._owners.clear()
+        self.generation += 1
         seen: set[int] = set()
         for prefix, root in self._modules:
             for path, module in root.named_modules():

@@ -16,6 +16,11 @@ from gradsentinel.measures.inspection import local, nonfinite_in, readable, valu
 from gradsentinel.state.buffers import BufferShadow
 from gradsentinel.state.tree import tensors_in
 
+_SMALL = 1 << 14
+"""Elements of a buffer that is looked at in each step: statistics are, masks and tables mostly are not."""
+_SMALL_TOGETHER = 1 << 20
+_SUMMED = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
 
 class StateHealth:
     """Looks for non-finite values in the training state.
@@ -32,6 +37,11 @@ class StateHealth:
         """What held an infinity, or worse, before the first step."""
         self.nan_at_start: tuple[TensorEvidence, ...] = ()
         """Buffers and frozen parameters that held NaN before the first step; not looked at any more."""
+        self._small: list[tuple[dict[str, Tensor | None], str]] = []
+        """Where the small buffers are, as of the generation of buffers that follows."""
+        self._small_of = -1
+        self._set_aside: set[str] = set()
+        """Small buffers that are only looked at together with all the rest."""
 
     def learn(self) -> None:
         """Note what is non-finite on purpose; call it before the first step; waits for the device."""
@@ -108,6 +118,46 @@ class StateHealth:
         """Return the 2-norm of the buffers as they are, 0-dim, not finite if an element is; no wait."""
         return GradientView((name, local(tensor)) for name, tensor in self.buffers()).total_norm
 
+    @torch.no_grad()
+    def small_buffers(self) -> Tensor | None:
+        """Return a number that is not finite if an element of a small buffer is, None if there is none.
+
+        0-dim; two launches and no wait, so that it goes with every step: the sum of up to 2^20 elements, of
+        the dense buffers of up to 16,384 each that must be finite. It is not finite either if it overflows.
+        """
+        if self._small_of != self._buffers.generation:
+            self._small = list(self._find_small())
+            self._small_of = self._buffers.generation
+        if not self._small:
+            return None
+        now = [held.get(name) for held, name in self._small]
+        flat = [
+            one if one.dim() == 1 else one.reshape(-1) for one in now if one is not None and _is_plain(one)
+        ]
+        if not flat:
+            return None
+        together = torch.cat(flat)
+        return together.sum(dtype=torch.float32 if together.dtype.itemsize == 2 else None)
+
+    def set_aside(self, names: Iterable[str]) -> None:
+        """Hear that these buffers are not finite, and will not become so: `small_buffers` leaves them out."""
+        self._set_aside.update(names)
+        self._small_of = -1
+
+    def _find_small(self) -> Iterator[tuple[dict[str, Tensor | None], str]]:
+        """Yield where they are, all on the device of the first."""
+        room, first = _SMALL_TOGETHER, None
+        for label, held, name in self._buffers.holders():
+            buffer = held.get(name)
+            if buffer is None or label in self._infinite or label in self._set_aside:
+                continue
+            if not _is_plain(buffer) or not 0 < buffer.numel() <= min(_SMALL, room):
+                continue
+            first = first or buffer.device
+            if buffer.device == first:
+                room -= buffer.numel()
+                yield held, name
+
     def norm(self, part: int = 0, parts: int = 1) -> Tensor:
         """Return the 2-norm of the local state, 0-dim, not finite if an element is; one pass, no wait.
 
@@ -125,6 +175,16 @@ class StateHealth:
                 yield name, tensor
             elif name not in hopeless:
                 yield name, without_infinities(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it can be added up with others as it is: dense, real, of a type that arithmetic works on."""
+    return (
+        type(tensor) is Tensor
+        and tensor.dtype in _SUMMED
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+    )
 
 
 def _share(named: Iterable[tuple[str, Tensor]], part: int, parts: int) -> Iterator[tuple[str, Tensor]]:
