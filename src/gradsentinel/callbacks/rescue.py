@@ -48,6 +48,10 @@ class _Attempt:
 
 
 _JUNK_NOTE = "records are bad by themselves: made finite in a wider dtype, they would be learnt from"
+_DAMAGED_NOTE = (
+    "what a device has damaged is no matter of precision: in a wider dtype it would be learnt from"
+)
+_CERTAIN = 0.5
 _FAR_OUT = 1e4
 """So many times the loss or gradient norm of a healthy step is no rounding: the state itself is bad."""
 _FAR_OUT_NOTE = (
@@ -136,6 +140,9 @@ class Rescue(Recomputing):
         known = incident.diagnosis
         if incident.samples and known is not None and known.cause == "data":
             incident.notes += (_JUNK_NOTE,)
+            return False
+        if known is not None and known.cause == "hardware" and known.confidence >= _CERTAIN:
+            incident.notes += (_DAMAGED_NOTE,)
             return False
         return self._ready(incident, run)
 
