@@ -14,6 +14,7 @@ from gradsentinel import (
     Action,
     BeforeClip,
     ConfigurationError,
+    CrossRankCallback,
     Finding,
     Kind,
     NanCallback,
@@ -199,6 +200,43 @@ def test_the_promises_hold_over_hccl(tmp_path, kind):
         assert pinned
         assert all(pinned)
     assert one["bad host"][2] == other["bad host"][2] == one["bad device"][2]
+
+
+def compared(rank, folder):
+    """Replicas that are compared: a healthy run, one in which a rank drifts, and what travels for it."""
+    torch.npu.set_device(rank)
+    expected, plain = by_hand(rank, "ddp")
+    compare = CrossRankCallback(every=2)
+    told, weights, counted, _, _ = watched(rank, folder / "healthy", "ddp", "host", [compare])
+    found = {"healthy": (told, alike(weights, expected), beyond(counted.hazards, plain), counted.fallbacks)}
+
+    model, wrapped, optimizer = make(rank, "ddp")
+    callbacks = [NanCallback(), CrossRankCallback(every=2), Rollback(every=1, confirm_after=0)]
+    with Sentinel(wrapped, optimizer, callbacks=callbacks, run_dir=folder / "drifting") as sentinel:
+        for number, batch in enumerate(sentinel.steps(batches(rank))):
+            sentinel.backward(wrapped(batch).square().mean())
+            sentinel.step(0.1)
+            if (number, rank) == (6, 1):
+                with torch.no_grad():
+                    model.last.weight[0, 0] += 1.0
+        consensus = sentinel._watch.run.consensus
+        sums = consensus.total(torch.tensor([rank + 1.0], dtype=torch.float64))
+        values = [torch.full((2,), rank, dtype=kind) for kind in (torch.float64, torch.bfloat16, torch.bool)]
+        consensus.copy_from(1, values, None)
+    found["drifted"] = [(str(i.kind), str(i.outcome)) for i in sentinel.incidents]
+    found["weights"] = [float(tensor.double().sum()) for tensor in state(model, optimizer)]
+    found["travelled"] = sums.dtype, sums.tolist(), [value.double().tolist() for value in values]
+    return found
+
+
+@pytest.mark.multiprocess
+def test_what_ranks_compare_and_copy_is_what_hccl_takes(tmp_path):
+    one, other = run_ranks_on_npu(compared, 2, tmp_path, tmp_path)
+    for found in (one, other):
+        assert found["healthy"] == ([], True, [], {})
+        assert found["drifted"] == [("rank_divergence", "rolled_back")]
+        assert found["travelled"] == (torch.float64, [3.0], [[1.0, 1.0]] * 3)
+    assert one["weights"] == other["weights"]
 
 
 def guarded(rank, folder, lags):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsentinel.devices import device_of
 from gradsentinel.errors import ConsensusError
 from gradsentinel.ranks.topology import fold_ranks
 
@@ -155,10 +156,11 @@ class DistributedConsensus:
 
     def total(self, values: Tensor) -> Tensor:
         """Return the element-wise sum over all ranks; raises ConsensusError."""
-        summed = values.to(self._device, copy=True)
+        wide = device_of(self._device).wide  # HCCL adds up no float64
+        summed = values.to(self._device, wide if values.dtype is torch.float64 else None, copy=True)
         with self._answered():
             dist.all_reduce(summed, group=self._group)
-        return summed.to(values.device)
+        return summed.to(values)
 
     def copy_from(self, source: int, tensors: Sequence[Tensor], group: Any) -> None:
         """Overwrite tensors with those of one rank of a group; raises ConsensusError."""
