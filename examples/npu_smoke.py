@@ -17,6 +17,7 @@ import platform
 import sys
 import tempfile
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,16 +26,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradsentinel import Callback, NanCallback, Retry, Rollback, SaturationCallback, Sentinel, __version__
+from gradsentinel import (
+    Callback,
+    MagnitudeCallback,
+    NanCallback,
+    Retry,
+    Rollback,
+    SaturationCallback,
+    Sentinel,
+    __version__,
+)
 from gradsentinel.devices import device_of
 from gradsentinel.devices.health import HealthUnavailable
+from gradsentinel.diagnosis.determinism import VARIABLE as FIXED_ORDER
 from gradsentinel.diagnosis.environment import environment
 from gradsentinel.doctor import examine, installed
+from gradsentinel.marks import VARIABLE as MARKS
+from gradsentinel.ranks.replicas import checksum
 from gradsentinel.redaction import harmless_variables, redact
 
 NAN = float("nan")
 PASS, FAIL, NOT_HERE = "PASS", "FAIL", "NOT HERE"
 CHECKS = []
+NZ = 29
+"""The number of the format in which an NPU keeps matrices in blocks."""
 
 
 class NotHere(Exception):
@@ -187,6 +202,43 @@ def _(device, _folder):
         raise NotHere(str(error)) from error
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operators that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@check("device guard: as many operators for one detector as for ten, none of them falls back to the CPU")
+def _(device, folder):
+    counts = []
+    with warnings.catch_warnings(record=True) as caught:  # of a fallback torch_npu warns once in a process
+        warnings.simplefilter("always")
+        for detectors in (1, 10):
+            launches, seen = Launches(), {}
+            watch = [NanCallback(), *(MagnitudeCallback(max_global_norm=1e6 + n) for n in range(detectors))]
+            trial = fused(device, folder, watch)
+
+            def look(step, launches=launches, seen=seen):
+                seen[step] = launches.count
+
+            trial.before_step = look
+            with launches:
+                trial.run(30)
+            counts.append(seen[28] - seen[18])
+    fallen = [str(entry.message) for entry in caught if "fall back" in str(entry.message)]
+    ensure(not fallen, "; ".join(fallen))
+    ensure(
+        counts[0] == counts[1], f"{counts[0]} operators in 10 steps with one detector, {counts[1]} with ten"
+    )
+    return f"{counts[0] / 10:g} operators a step"
+
+
 @check("healthy run is bit-identical")
 def _(device, folder):
     plain = Trial(device, folder).run(20)
@@ -293,6 +345,65 @@ def _(device, folder):
         counts.append(seen[28] - seen[8])
     ensure(counts[1] == counts[0], f"{counts[1]} waits in 20 steps, {counts[0]} without GradSentinel")
     return f"{counts[1]} waits in 20 steps, as without it, by what torch dispatches; {alarm}"
+
+
+@check("diagnosis: the bad operator is named, in a fixed order too")
+def _(device, folder):
+    needs_nan(device)
+    torch.manual_seed(0)
+    model, answers = nn.Linear(8, 8).to(device), []
+
+    def forward(model, batch):
+        return torch.log(model(batch) * 0).mean()
+
+    before = os.environ.get(FIXED_ORDER)
+    try:
+        for order in ("0", "1"):
+            os.environ[FIXED_ORDER] = order
+            optimizer, run_dir = torch.optim.SGD(model.parameters(), 1e-3), tempfile.mkdtemp(dir=folder)
+            with Sentinel(model, optimizer, run_dir=run_dir, forward=forward) as sentinel:
+                for batch in sentinel.steps([torch.ones(4, 8, device=device)]):
+                    sentinel.backward(forward(model, batch))
+                    sentinel.step()
+            answers.append(sentinel.incidents[0].diagnosis)
+    finally:
+        os.environ.pop(FIXED_ORDER)
+        if before is not None:
+            os.environ[FIXED_ORDER] = before
+    named = [(answer.cause, answer.op, answer.phase) for answer in answers]
+    ensure(named == [("math", "aten.log.default", "forward")] * 2, f"the diagnoses are {named}")
+    ensure(FIXED_ORDER in "".join(answers[1].evidence), "nothing was said of the fixed order")
+    ensure(not torch.are_deterministic_algorithms_enabled(), "the switch was not put back")
+    return "; ".join([answers[0].op, *(text for text in answers[1].evidence if "deterministic" in text)])
+
+
+@check("internal formats: bits are looked at in a plain one")
+def _(device, _folder):
+    module = sys.modules.get("torch_npu")
+    if device.type != "npu" or module is None:
+        raise NotHere(f"{device.type} has none")
+    plain = torch.randn(32, 64, device=device).half()
+    blocked = module.npu_format_cast(plain.clone(), NZ)
+    if module.get_npu_format(blocked) != NZ:
+        raise NotHere("this release keeps to plain formats (torch.npu.config.allow_internal_format)")
+    ensure(int(checksum(plain)) == int(checksum(blocked)), "the same numbers have another checksum in NZ")
+    return "NZ and ND have one checksum"
+
+
+@check("marks in a profile")
+def _(device, folder):
+    before = os.environ.get(MARKS)
+    os.environ[MARKS] = "1"
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            Trial(device, folder, [NanCallback()]).run(2)
+    finally:
+        os.environ.pop(MARKS)
+        if before is not None:
+            os.environ[MARKS] = before
+    names = sorted({entry.key for entry in profile.key_averages() if entry.key.startswith("gradsentinel/")})
+    ensure("gradsentinel/before_clip" in names, f"only {names} are in the profile")
+    return f"{len(names)} ranges, with {type(device_of(device)).__name__.lower()}'s own tool beside torch's"
 
 
 @check("overflow: infinities, or saturation")

@@ -41,6 +41,17 @@ main.__globals__["examine"] = lambda: type("Found", (), {{"checks": [
 ]}})
 sys.exit(main(["--device", "cpu"] + sys.argv[1:]))
 """
+FALLING = f"""
+import runpy, sys, warnings
+script = runpy.run_path({str(SCRIPT)!r}, run_name="npu_smoke")
+script["CHECKS"][:] = [entry for entry in script["CHECKS"] if "falls back" in entry[0]]
+trial, plain = script["Trial"], script["Trial"].run
+def run(self, steps):
+    warnings.warn("operator 'aten::hash' will fall back to run on the CPU")
+    return plain(self, steps)
+trial.run = run
+sys.exit(script["main"](["--device", "cpu"]))
+"""
 FULL = f"""
 import runpy, sys
 from pathlib import Path
@@ -70,7 +81,7 @@ def test_on_a_cpu_everything_passes_that_a_cpu_can_show(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("PASS", "FAIL", "NOT HERE"))]
     results = [line[:9].strip() for line in lines]
-    assert (results.count("PASS"), results.count("NOT HERE")) == (10, 3)
+    assert (results.count("PASS"), results.count("NOT HERE")) == (13, 4)
     report = (tmp_path / "out.md").read_text()
     for line in lines:
         assert f"| {line[10:].partition(':')[0]}" in report
@@ -86,6 +97,13 @@ def test_without_the_device_it_says_so_with_a_status_of_its_own(tmp_path, kind):
     done = run(tmp_path, SCRIPT, "--device", kind)
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
     assert f"torch sees no {kind} device" in done.stdout
+
+
+def test_an_operator_that_falls_back_to_the_cpu_fails_the_check(tmp_path):
+    done = run(tmp_path, "-c", FALLING)
+    assert done.returncode == 1, done.stderr
+    assert "FAIL      device guard: as many operators" in done.stdout
+    assert "operator 'aten::hash' will fall back to run on the CPU" in (tmp_path / "npu_smoke.md").read_text()
 
 
 def test_a_check_that_fails_is_told_and_the_others_go_on(tmp_path):

@@ -37,6 +37,8 @@ def test_everything_that_can_be_seen_here_passes(tmp_path):
     assert found["device found"][1] == "npu:0: SimAscend910B"
     assert "torch_npu 2." in found["versions"][1]
     assert found["device guard: the host waits for nothing"][1].startswith("0 waits in 20 steps")
+    assert found["internal formats: bits are looked at in a plain one"][1] == "NZ and ND have one checksum"
+    assert "with npu's own tool" in found["marks in a profile"][1]
     assert found["snapshots: staged copies, ordered before the next write"][1] == "pinned memory"
 
 
