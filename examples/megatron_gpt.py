@@ -38,6 +38,7 @@ from gradsentinel.demo.data import CharCorpus, batches, stdlib_text
 from gradsentinel.integrations import megatron
 
 LENGTH, MICROBATCH, MICROBATCHES = 32, 4, 4
+LAYERS, HEADS = 4, 4
 
 
 def arguments():
@@ -52,6 +53,12 @@ def arguments():
     options, ranks = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "0"))
     if not ranks:
         raise SystemExit("start it with torchrun --nproc-per-node 8 examples/megatron_gpt.py")
+    tensor, pipeline = options.tensor, options.pipeline
+    if ranks % (tensor * pipeline) or HEADS % tensor or LAYERS % pipeline:
+        raise SystemExit(
+            f"--tensor {tensor} times --pipeline {pipeline} does not divide the {ranks} ranks, "
+            f"or they do not divide {HEADS} heads and {LAYERS} layers"
+        )
     if not (-1 <= options.fault_rank < ranks and 0 <= options.fault_step < options.steps):
         raise SystemExit(f"--fault-rank: 0 to {ranks - 1}, -1: none; --fault-step: 0 to {options.steps - 1}")
     return options
@@ -60,9 +67,9 @@ def arguments():
 def make_model(options, vocabulary):
     """Return the chunks of this rank's pipeline stage, as Megatron-LM's get_model does."""
     config = TransformerConfig(
-        num_layers=4,
+        num_layers=LAYERS,
         hidden_size=64,
-        num_attention_heads=4,
+        num_attention_heads=HEADS,
         tensor_model_parallel_size=options.tensor,
         pipeline_model_parallel_size=options.pipeline,
         bf16=True,

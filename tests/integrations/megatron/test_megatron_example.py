@@ -16,12 +16,16 @@ SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "megatron_gpt.py"
     ("words", "environment", "says"),
     [
         ([], {}, "start it with torchrun --nproc-per-node 8"),
-        ([], {"WORLD_SIZE": "2"}, "--fault-rank: 0 to 1"),
+        ([], {"WORLD_SIZE": "2"}, "--tensor 2 times --pipeline 2 does not divide the 2 ranks"),
+        (["--tensor", "8", "--pipeline", "1"], {"WORLD_SIZE": "8"}, "they do not divide 4 heads"),
+        ([], {"WORLD_SIZE": "4"}, "--fault-rank: 0 to 3"),
         (["--fault-rank", "99"], {"WORLD_SIZE": "8"}, "--fault-rank: 0 to 7, -1: none"),
         (["--fault-step", "20"], {"WORLD_SIZE": "8"}, "--fault-step: 0 to 19"),
     ],
 )
-def test_a_fault_that_would_never_come_is_refused(tmp_path, words, environment, says):
+def test_a_layout_that_does_not_fit_and_a_fault_that_would_never_come_are_refused(
+    tmp_path, words, environment, says
+):
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     outside = {name: value for name, value in os.environ.items() if name not in {"WORLD_SIZE", "LOCAL_RANK"}}
