@@ -1,5 +1,6 @@
 """A fault in what tensor-parallel ranks exchange within one operation names the rank, and is cured."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from gradsentinel.gradients import GradientView
-from gradsentinel.integrations.megatron.collectives import Handed, watch_collectives
+from gradsentinel.integrations.megatron import collectives
+from gradsentinel.integrations.megatron.collectives import Handed, asks_modes, watch_collectives
 from gradsentinel.integrations.megatron.exchanges import looking
 from gradsentinel.integrations.megatron.gradients import BucketGradients
 from gradsentinel.integrations.megatron.returns import TellingGradient, _after_column, watch_stage
@@ -221,31 +223,69 @@ def test_a_look_that_fails_ends_by_itself_and_the_backward_pass_goes_on():
     assert [str(error) for error in swallowed()] == ["no room"]
 
 
+@pytest.mark.skipif(not asks_modes(torch.distributed.all_reduce), reason="this torch asks no modes")
 def test_what_is_given_to_a_collective_is_seen_before_it():
     seen = []
     given, other = torch.ones(2), torch.zeros(1)
+    scatter = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)
     with Handed(seen.append):
         with pytest.raises(ValueError, match="process group"):  # nobody to exchange it with
             torch.distributed.all_reduce(given)
         with pytest.raises(ValueError, match="process group"):
-            torch.distributed.reduce_scatter_single(other, given)
+            scatter(other, other)
         given.sum()
-    assert len(seen) == 2
-    assert all(one is given for one in seen)
+    assert [id(one) for one in seen] == [id(given), id(other)]
 
 
-def test_a_method_is_watched_and_put_back():
+def lookup_of(weight):
+    """In the shape of Megatron's word embedding; its last line is in front of the collective."""
+    found = functional.embedding(torch.tensor([[0, 1], [2, 0]]), weight)
+    found[torch.tensor([[False, True], [False, False]]), :] = 0.0
+    return found.contiguous()
+
+
+def test_where_collectives_ask_nobody_what_may_be_handed_over_is_seen_as_it_is_made():
+    """With torch 2.6; in the order in which the ranks make it, each value once."""
+    seen = []
+    weight, logits = torch.ones(3, 2), torch.tensor([[1.0, 5.0], [7.0, 2.0]])
+    with Handed(seen.append, asked=False):
+        handed = lookup_of(weight)
+        largest = torch.max(logits, dim=-1)[0]
+        total = logits.exp().sum(dim=-1)
+    assert [one.tolist() for one in seen] == [handed.tolist(), largest.tolist(), total.tolist()]
+    with Handed(seen.append):
+        lookup_of(weight)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_collective_is_asked_whether_it_asks_modes(asks):
+    def with_modes(tensor):
+        return torch.overrides.has_torch_function((tensor,))
+
+    def without(tensor):
+        return tensor
+
+    @functools.wraps(with_modes if asks else without)
+    def timed(tensor):
+        raise NotImplementedError
+
+    assert asks_modes(timed) is asks
+    assert not asks_modes(len)  # written in C
+
+
+def test_a_method_is_watched_and_put_back(monkeypatch):
     class Model:
         def loss(self, values):
-            torch.distributed.all_reduce(values)
+            torch.distributed.all_reduce(values.contiguous())
 
     model, seen = Model(), []
+    monkeypatch.setattr(collectives, "asks_modes", lambda _: False)
     wraps = watch_collectives(model, "loss", seen.append)
     with pytest.raises(ValueError, match="process group"):
         model.loss(torch.ones(3))
     assert [one.shape for one in seen] == [(3,)]
-    with pytest.raises(ValueError, match="process group"):  # outside of it nothing is
-        torch.distributed.all_reduce(torch.ones(1))
+    torch.ones(1).contiguous()  # outside of it nothing is
     assert len(seen) == 1
     wraps.undo()
     assert vars(model) == {}
