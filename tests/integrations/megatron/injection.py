@@ -124,7 +124,8 @@ class Injector:
         return spoilt
 
     def _spoil_return(self, output: Any, fault: Fault) -> None:
-        if self._strikes(fault):
+        # Where activations are computed again, the first time has no backward pass.
+        if torch.is_grad_enabled() and self._strikes(fault):
             spoil_return(output, fault)
 
     def read(self, batch: dict[str, Tensor], number: int) -> None:

@@ -23,6 +23,8 @@ class Layout:
     """The optimizer's state is spread over the data-parallel ranks."""
     overlap: bool = False
     precision: str = "fp32"
+    recompute: bool = False
+    """Each layer's activations are computed again in the backward pass."""
     tied: bool = True
     layers: int = 4
     dropout: float = 0.1
@@ -64,6 +66,7 @@ LAYOUTS = {
     "tp2-fp16": Layout(world=2, tp=2, precision="fp16"),
     "dp2-fp16-distributed": Layout(world=2, precision="fp16", distributed=True),
     "tp2-sequence": Layout(world=2, tp=2, sequence_parallel=True, precision="bf16"),
+    "tp2-recompute": Layout(world=2, tp=2, recompute=True, precision="bf16"),
     "ep2": Layout(world=2, ep=2, experts=4, precision="bf16", distributed=True),
     "pp2vpp2": Layout(world=2, pp=2, vpp=2, precision="bf16"),
     "cp2dp2": Layout(world=4, cp=2, precision="bf16", distributed=True),

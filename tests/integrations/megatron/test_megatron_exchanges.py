@@ -56,6 +56,11 @@ FAULTS = {
         returned(1, "layers.2.pre_mlp_layernorm", "where it only arrived, the gradient of "),
         returned(0, "layers.0.input_layernorm", "the gradient of the output of embedding", microbatch=0),
     ],
+    "tp2-recompute": [
+        returned(1, "layers.1.mlp.linear_fc1"),
+        returned(0, "layers.3.self_attention.linear_qkv", microbatch=0),
+        lookup(1),
+    ],
     "tp2pp2dp2": [
         returned(5, "layers.0.mlp.linear_fc1"),
         returned(0, "layers.1.self_attention.linear_qkv", microbatch=0),

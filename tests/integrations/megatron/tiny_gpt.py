@@ -83,6 +83,8 @@ def _config(layout: Layout) -> TransformerConfig:
     more: dict[str, Any] = {}
     if layout.vpp:  # what Megatron's arguments enforce
         more.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if layout.recompute:
+        more.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     if layout.experts:
         more.update(
             num_moe_experts=layout.experts,
