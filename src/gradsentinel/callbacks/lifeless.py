@@ -12,6 +12,7 @@ from gradsentinel.callbacks.looks import Measured
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.incident import fold
+from gradsentinel.run import Run
 
 _LEAST = 8
 """Layers and pieces with fewer elements are left alone: a single bias may well have a constant gradient."""
@@ -22,10 +23,29 @@ _DEAD = (
     "if the gradients underflow (statistics/underflow is high), raise the loss scale or use bfloat16",
     "freeze it (requires_grad_(False)) if it is not to learn",
 )
+_ME, _ALL = "GradientStatistics", "GradientStatistics of all"
+"""What was told of all gradients is not told again of a layer."""
 _STUCK = (
     "look for a gradient that is no longer written: a hook, an asynchronous reduction, a reused buffer",
     "look whether the loader gives the same batch again and again",
 )
+
+
+def untold(run: Run, teller: str, since: Mapping[str, int]) -> list[str]:
+    """Return which parameters are news, and note that they are told: one lifeless gradient, one warning.
+
+    Args:
+        run: who remembers it.
+        teller: who is about to tell. What it told itself before is no reason to be silent: it lived since.
+        since: the attempted step in which each parameter's gradient stopped.
+    """
+    news = []
+    for name, start in since.items():
+        known = run.lifeless.get(name)
+        if known is None or known[0] == teller or known[1] < start:
+            news.append(name)
+    run.lifeless.update((name, (teller, run.iteration)) for name in news)
+    return news
 
 
 class Lifeless:
@@ -37,6 +57,8 @@ class Lifeless:
 
     def __init__(self, patience: int) -> None:
         self._patience = patience
+        self._since: dict[str, int] = {}
+        """The attempted step of the first of those looks, of a layer or of a parameter with a piece."""
         self._zero_steps = 0
         """Steps in a row in which every gradient was zero."""
         self._dead: dict[str, int] = {}
@@ -46,19 +68,26 @@ class Lifeless:
         self._stuck: dict[str, tuple[int, int]] = {}
         """The bits of a piece that is not zero, and in how many looks in a row it had them."""
 
-    def step(self, norm: float) -> list[Finding]:
+    def step(self, norm: float, run: Run) -> list[Finding]:
         """Take the global norm of a step that was made in."""
         self._zero_steps = self._zero_steps + 1 if norm == 0.0 else 0
         if self._zero_steps != self._patience:
             return []
+        start = run.iteration - self._patience
+        if not untold(run, _ALL, {name: start for name, p in run.host.named_parameters() if p.requires_grad}):
+            return []
         return [_warning(f"every gradient has been zero in {self._patience} steps in a row", (), None, _DEAD)]
 
-    def dead(self, norms: Mapping[str, float], sizes: Mapping[str, int]) -> list[Finding]:
+    def dead(
+        self, norms: Mapping[str, float], sizes: Mapping[str, int], run: Run, iteration: int
+    ) -> list[Finding]:
         """Take the norms of a look in; warn of the layers that are dead for long enough with this one.
 
         Args:
             norms: by parameter, of those that have a gradient and are whole on this rank.
             sizes: the numbers of elements, by parameter.
+            run: who knows what others have told.
+            iteration: the attempted step of the look.
         """
         layers: dict[str, list[str]] = {}
         for name in norms:
@@ -72,7 +101,11 @@ class Lifeless:
                     self._pauses[layer] = max(pause, self._pauses.get(layer, 0))
                 continue
             looks = self._dead[layer] = self._dead.get(layer, 0) + 1
-            if looks == max(self._patience, _LONGER * self._pauses.get(layer, 0)):
+            start = iteration if looks == 1 else self._since.get(layer, 0)
+            self._since[layer] = start
+            if looks == max(self._patience, _LONGER * self._pauses.get(layer, 0)) and untold(
+                run, _ME, dict.fromkeys(names, start)
+            ):
                 found.append(layer)
         if not found:
             return []
@@ -84,7 +117,9 @@ class Lifeless:
         tensors = [(name, sizes.get(name, 0), 0.0) for name in members]
         return [_warning(message, tensors, found[0], _DEAD)]
 
-    def stuck(self, measured: Iterable[Measured], norms: Mapping[str, float]) -> list[Finding]:
+    def stuck(
+        self, measured: Iterable[Measured], norms: Mapping[str, float], run: Run, iteration: int
+    ) -> list[Finding]:
         """Take the pieces of a look in; warn of the parameters that have the same bits for long enough."""
         found: dict[str, int] = {}
         for one in measured:
@@ -96,7 +131,8 @@ class Lifeless:
             bits, looks = self._stuck.get(key, (None, 0))
             looks = looks + 1 if bits == one.bits else 1
             self._stuck[key] = (one.bits, looks)
-            if looks == self._patience:
+            self._since[key] = start = iteration if looks == 1 else self._since.get(key, 0)
+            if looks == self._patience and untold(run, _ME, {piece.name: start}):
                 found[piece.name] = piece.whole
         if not found:
             return []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradsentinel import events
 from gradsentinel.callback import Detector
+from gradsentinel.callbacks.lifeless import untold
 from gradsentinel.callbacks.players import player_of
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
@@ -44,6 +45,17 @@ class _State(NamedTuple):
     """Two rows: how many steps in a row it was dead, and the same."""
     longest: Tensor
     """Two rows: the longest of these that ended again."""
+
+
+class _Seen(NamedTuple):
+    """What is needed to tell of a step, without its gradients: those must not outlive it."""
+
+    names: tuple[str, ...]
+    fired: Tensor
+    streak: Tensor
+    norms: Tensor
+    losses: Sequence[Tensor]
+    iteration: int
 
 
 @dataclass(slots=True)
@@ -79,6 +91,8 @@ class StagnationCallback(Detector):
     """warn only reports; retry, skip, rollback and abort act."""
     _run: Run | None = field(default=None, init=False, repr=False)
     _players: dict[str, _Player] = field(default_factory=dict, init=False, repr=False)
+    _late: Finding | None = field(default=None, init=False, repr=False)
+    """What is told after the step, since there is no agreement before it."""
 
     def __post_init__(self) -> None:
         self.action = Action.parse(self.action)
@@ -88,6 +102,10 @@ class StagnationCallback(Detector):
             )
         if min(self.dead_after, self.stuck_after, self.warmup) < 1:
             raise ConfigurationError("dead_after, stuck_after and warmup are numbers of steps, at least 1")
+
+    def norm_bound(self) -> float | None:
+        """Return infinity as long as it only warns: that may be said a step later, with the next alarm."""
+        return float("inf") if self.action is Action.WARN else None
 
     def on_run_start(self, event: events.RunStart) -> None:
         """Remember the run."""
@@ -109,13 +127,22 @@ class StagnationCallback(Detector):
                 player = self._players[key] = self._begin(names, sizes, norms)
             norms = _placed(player, names, norms)
         fired = self._judge(player, norms)
-        streak = player.state.streak
-        return Finding(
+        seen = _Seen(player.names, fired, player.state.streak, norms, event.losses, self._run.iteration)
+        finding = Finding(
             kind=Kind.STAGNATION,
             value=fired.any(),
             action=Action.parse(self.action),
-            confirm=partial(self._confirm, player.names, fired, streak, event),
+            confirm=partial(self._confirm, seen),
         )
+        if event.gradients.alarm is None:
+            return finding
+        self._late = finding  # the ranks go by the norm alone, and what is found now would reach nobody
+        return None
+
+    def on_after_step(self, event: events.AfterStep) -> Finding | None:
+        """Hand in what no rank was to be asked about before the step."""
+        late, self._late = self._late, None
+        return late
 
     def on_recovery(self, event: events.RecoveryEvent) -> None:
         """Begin to count anew where the run goes on: the steps between were undone."""
@@ -171,24 +198,29 @@ class StagnationCallback(Detector):
 
     # -- on the host, when something is suspected ----------------------------------------------------
 
-    def _confirm(
-        self, names: tuple[str, ...], fired: Tensor, streak: Tensor, event: events.BeforeClip
-    ) -> Evidence | None:
-        """Name the parameters; those that the user froze meanwhile, and a loss of exactly 0, are no fault."""
-        run = self._run
+    def _confirm(self, seen: _Seen) -> Evidence | None:
+        """Name the parameters; those that the user froze meanwhile, and a loss of exactly 0, are no fault.
+
+        Nor are those that another callback has told of since they stopped.
+        """
+        run, names = self._run, seen.names
         if run is None:
             return None
         trained = {name for name, p in run.host.named_parameters() if p.requires_grad}
         dead, stuck = (
             [name for name, flag in zip(names, row, strict=True) if flag and name in trained]
-            for row in fired.tolist()
+            for row in seen.fired.tolist()
         )
-        if dead and event.losses and all(float(loss) == 0 for loss in event.losses):
+        if dead and seen.losses and all(float(loss) == 0 for loss in seen.losses):
             dead = []
+        rows: list[list[int]] = seen.streak.tolist()
+        of_dead, of_stuck = (dict(zip(names, row, strict=True)) for row in rows)
+        me = type(self).__name__
+        dead = untold(run, me, {name: seen.iteration - of_dead[name] for name in dead})
+        stuck = untold(run, me, {name: seen.iteration - of_stuck[name] for name in stuck})
         if not dead and not stuck:
             return None
-        rows: list[list[int]] = streak.tolist()
-        days = dict(zip(names, rows[_DEAD] if dead else rows[_STUCK], strict=True))
+        days = of_dead if dead else of_stuck
         worst = dead or stuck
         all_of_them = f"all {len(worst)} parameters" if len(worst) == len(names) > 1 else fold(worst)
         count = days[worst[0]]
@@ -199,13 +231,14 @@ class StagnationCallback(Detector):
             if dead
             else f"the gradient of {all_of_them} is stuck: for {steps} its norm is the same, bit for bit"
         )
-        found = {entry.name: entry for entry in event.gradients.inspect()}
+        norms = dict(zip(names, seen.norms.tolist(), strict=True))
+        sizes = {name: parameter.numel() for name, parameter in run.host.named_parameters()}
         return Evidence(
             kind=Kind.STAGNATION,
             action=Action.parse(self.action),
             message=text,
             tensors=tuple(
-                found.get(name) or TensorEvidence(name=name, nonfinite=0, numel=0, norm=0.0)
+                TensorEvidence(name=name, nonfinite=0, numel=sizes.get(name, 0), norm=norms[name])
                 for name in (*dead, *stuck)
             ),
             diagnosis=_advice(dead=bool(dead)),

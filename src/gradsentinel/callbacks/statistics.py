@@ -145,8 +145,8 @@ class GradientStatistics(Detector):
             if one.applied is None and one.iteration <= event.iteration:  # earlier ones came to nothing
                 one.applied = event.applied and one.iteration == event.iteration
         findings: list[Finding] = []
-        if event.applied and self._gradients:
-            findings += self._lifeless.step(event.grad_norm)
+        if event.applied and self._gradients and self._run is not None:
+            findings += self._lifeless.step(event.grad_norm, self._run)
         while self._looks and self._looks[0].ready:
             findings += self._take(self._looks.popleft())
         return findings
@@ -224,11 +224,14 @@ class GradientStatistics(Detector):
         if self._mailbox is not None:
             self._mailbox.take_back(one.letter)
         self._publish(one, measured)
-        if not one.applied or not one.names:
+        if not one.applied or not one.names or self._run is None:
             return []
         sizes = dict(self._turns[one.player].sizes)
         whole = {name: norm for name, norm in norms.items() if name not in one.sharded}
-        return [*self._lifeless.dead(whole, sizes), *self._lifeless.stuck(measured, norms)]
+        return [
+            *self._lifeless.dead(whole, sizes, self._run, one.iteration),
+            *self._lifeless.stuck(measured, norms, self._run, one.iteration),
+        ]
 
     def _publish(self, one: Look, measured: Sequence[Measured]) -> None:
         """Leave the numbers where TensorBoard finds them."""

@@ -37,8 +37,8 @@ class StateHealth:
         """What held an infinity, or worse, before the first step."""
         self.nan_at_start: tuple[TensorEvidence, ...] = ()
         """Buffers and frozen parameters that held NaN before the first step; not looked at any more."""
-        self._small: list[tuple[dict[str, Tensor | None], str]] = []
-        """Where the small buffers are, as of the generation of buffers that follows."""
+        self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        """Where the small buffers are, and which, as of the generation of buffers that follows."""
         self._small_of = -1
         self._set_aside: set[str] = set()
         """Small buffers that are only looked at together with all the rest."""
@@ -130,10 +130,11 @@ class StateHealth:
             self._small_of = self._buffers.generation
         if not self._small:
             return None
-        now = [held.get(name) for held, name in self._small]
-        flat = [
-            one if one.dim() == 1 else one.reshape(-1) for one in now if one is not None and _is_plain(one)
-        ]
+        flat: list[Tensor] = []
+        for held, name, known in self._small:
+            now = held.get(name)
+            if now is known or (now is not None and _is_plain(now) and now.device == known.device):
+                flat.append(now if now.ndim == 1 else now.reshape(-1))
         if not flat:
             return None
         together = torch.cat(flat)
@@ -144,7 +145,7 @@ class StateHealth:
         self._set_aside.update(names)
         self._small_of = -1
 
-    def _find_small(self) -> Iterator[tuple[dict[str, Tensor | None], str]]:
+    def _find_small(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
         """Yield where they are, all on the device of the first."""
         room, first = _SMALL_TOGETHER, None
         for label, held, name in self._buffers.holders():
@@ -156,7 +157,7 @@ class StateHealth:
             first = first or buffer.device
             if buffer.device == first:
                 room -= buffer.numel()
-                yield held, name
+                yield held, name, buffer
 
     def norm(self, part: int = 0, parts: int = 1) -> Tensor:
         """Return the 2-norm of the local state, 0-dim, not finite if an element is; one pass, no wait.
