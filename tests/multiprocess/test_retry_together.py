@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from gradsentinel import AfterStep, NanCallback, Rescue, Retry, Sentinel
+from gradsentinel import AfterStep, NanCallback, Rescue, Retry, Sentinel, SpikeCallback
 from gradsentinel.faults import FaultPlan, PoisonActivation, PoisonGradient
 from loops import differences
 
@@ -188,3 +188,70 @@ def test_a_number_that_does_not_fit_on_one_rank_is_rescued_by_all(tmp_path, kind
         assert details["dtype"] == "float32"
         assert ended["alike"]
         assert ended["finite"]
+
+
+# -- a spike that is only to be reported, on one rank ----------------------------------------------------
+
+
+def with_spike(
+    rank: int,
+    folder: Path,
+    kind: str,
+    times: float,
+    again: float,
+    recheck: bool = True,  # noqa: FBT001, FBT002 - by position over processes
+) -> dict[str, Any]:
+    """Train with a loss that is so many times as large on rank 1 in one step, and in forward= as well."""
+    model, called = prepare(kind)
+    optimizer = torch.optim.AdamW(called.parameters(), 1e-2)
+    torch.manual_seed(rank)
+    batches = [torch.randn(6, 4) for _ in range(14)]
+
+    def loss_of(module: nn.Module, batch: torch.Tensor, factor: float) -> torch.Tensor:
+        bad = rank == 1 and torch.equal(batch, batches[11])
+        return module(batch).square().mean() * (factor if bad else 1.0)
+
+    callbacks = [NanCallback(), SpikeCallback(rule="history", warmup=5, recheck=recheck), Retry()]
+    sentinel = Sentinel(
+        called,
+        optimizer,
+        callbacks=callbacks,
+        forward=lambda module, batch: loss_of(module, batch, again),
+        run_dir=folder,
+        timeout=20.0,
+    )
+    with sentinel:
+        for batch in sentinel.steps(batches):
+            sentinel.backward(loss_of(called, batch, times))
+            sentinel.step(max_norm=0.5)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "state": {
+            name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+            for name, tensor in state.items()
+        },
+        "random": torch.get_rng_state(),
+        "outcomes": [(i.step, str(i.outcome), i.severity.label) for i in sentinel.incidents],
+    }
+
+
+def spikes(rank: int, folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [
+        with_spike(rank, folder / "clean", kind, 1.0, 1.0),
+        with_spike(rank, folder / "gone", kind, 200.0, 1.0),
+        with_spike(rank, folder / "told", kind, 200.0, 200.0, recheck=False),
+        with_spike(rank, folder / "real", kind, 200.0, 200.0),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "bucket view", "fsdp2"])
+def test_a_spike_of_one_rank_is_computed_again_by_all(kind, tmp_path):
+    for clean, gone, told, real in run_ranks(spikes, 2, tmp_path, tmp_path, kind, timeout=180):
+        assert clean["outcomes"] == []
+        assert gone["outcomes"] == [(11, "retried", "warning")]
+        assert differences(clean["state"], gone["state"]) == []
+        assert differences(clean["random"], gone["random"]) == []
+        assert [outcome[:2] for outcome in told["outcomes"]] == [(11, "reported")]
+        assert real["outcomes"] == [(11, "reported", "warning")]
+        assert differences(told["state"], real["state"]) == []
+        assert differences(told["random"], real["random"]) == []
