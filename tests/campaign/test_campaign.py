@@ -10,8 +10,10 @@ from rich.console import Console
 from gradsentinel.campaign.conduct import Orders, conduct
 from gradsentinel.campaign.plan import LOOP
 from gradsentinel.campaign.pool import run as run_pool
+from gradsentinel.campaign.probe import Probe
 from gradsentinel.campaign.report import results
 from gradsentinel.campaign.trial import Trial, run_trial
+from gradsentinel.campaign.workloads.text import Text, loss_of
 from gradsentinel.errors import ConfigurationError, StoreError
 
 TRIAL = Trial(workload="plain", number=0, seed=4, first=0, count=3, every=12, policies=("healthy", *LOOP))
@@ -126,3 +128,15 @@ def test_a_run_that_fails_is_counted_and_the_trial_goes_on(tmp_path):
     assert sum(done) == 2
     assert "failed" in json.loads(trial.file(tmp_path, "no such policy").read_text())
     assert json.loads(trial.file(tmp_path, "clean").read_text())["applied"] == trial.steps
+
+
+def test_a_loss_scale_of_0_is_measured_as_a_scaler_would_have_it():
+    """An unguarded run whose scale collapses ends there; gradients times infinity are no numbers."""
+    task = Text(steps=2, seed=1)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    probe = Probe(model, optimizer, loss_of, task.optimizer)
+    probe.before(0.0)
+    effect = probe.after(0, task.batches()[0])
+    assert effect.unchanged
+    assert not effect.exact

@@ -231,3 +231,10 @@ def test_bits_are_told_apart_by_place():
     assert (low["parameter"]["noticed"], high["gradient"]["noticed"]) == (0, 1)
     assert high["gradient"]["outcomes"] == {"retried": 1}
     assert high["parameter"]["faults"] == 0
+
+
+def test_an_activation_that_no_operator_is_named_for_is_scored():
+    """A fault that puts a module's output in the place of another has no operator of its own."""
+    hit = {"target": "activation", "where": "blocks.0.mlp", "op": None}
+    named = incident(20, module="blocks.0.mlp")
+    assert places(hit, named, None) == {"module": True}

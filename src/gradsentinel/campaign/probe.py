@@ -174,7 +174,7 @@ class Probe:
         if scaled.scale != 1.0:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(1.0 / scaled.scale)
+                    parameter.grad.mul_(1.0 / scaled.scale if scaled.scale else math.inf)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         return float(loss.detach()), float(norm)
