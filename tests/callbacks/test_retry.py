@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -696,21 +697,27 @@ def test_retried_steps_do_not_add_up_to_a_rollback(tmp_path):
     assert_same(clean, faulty)
 
 
-@pytest.mark.parametrize("where", ["closure", "module", "numpy"])
+@pytest.mark.parametrize("where", ["closure", "module", "numpy", "legacy numpy", "python"])
 def test_a_generator_of_the_program_s_own_is_told_and_goes_on_as_if_it_had_drawn_once(where, tmp_path):
     """Of the step that is computed again the numbers are others; of the steps after it they are the same."""
 
     def life(folder: str, bad: int | None) -> tuple[list[float], Sentinel]:
         torch.manual_seed(0)
         model = nn.Linear(6, 1)
-        own = np.random.default_rng(3) if where == "numpy" else torch.Generator().manual_seed(3)
+        own: Any = {
+            "numpy": np.random.default_rng(3),
+            "legacy numpy": np.random.RandomState(3),
+            "python": random.Random(3),
+        }.get(where, torch.Generator().manual_seed(3))
         if where == "module":
             model.own = own
         drawn, of_the_loop = [], []
 
         def noise(model: nn.Module) -> Tensor:
-            if where == "numpy":
+            if where.endswith("numpy"):
                 return torch.from_numpy(own.standard_normal((8, 6))).float()
+            if where == "python":
+                return torch.tensor([own.gauss(0, 1) for _ in range(48)]).view(8, 6)
             return torch.randn(8, 6, generator=model.own if where == "module" else own)
 
         def forward(model: nn.Module, batch: Tensor) -> Tensor:

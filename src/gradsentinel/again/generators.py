@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Iterator
 from contextlib import suppress
 from types import FunctionType
@@ -16,29 +17,41 @@ _MOST_FUNCTIONS = 32
 
 
 class OwnGenerator:
-    """A `torch.Generator` or `numpy.random.Generator`, and the state it had when it was found."""
+    """A generator of torch, NumPy or Python's `random`, and the state it had when it was found."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self._state = self._now()
+        self._state = _state_of(generator)
 
     def put_back(self) -> bool:
         """Put the state back, and return True if it had become another one."""
-        now = self._now()
-        if isinstance(self._generator, torch.Generator):
-            if torch.equal(now, self._state):
-                return False
-            self._generator.set_state(self._state)
-            return True
-        if repr(now) == repr(self._state):
-            return False
-        self._generator.bit_generator.state = self._state
-        return True
+        now = _state_of(self._generator)
+        if isinstance(now, torch.Tensor):
+            same = torch.equal(now, self._state)
+        else:
+            same = repr(now) == repr(self._state)
+        if not same:
+            _set_state(self._generator, self._state)
+        return not same
 
-    def _now(self) -> Any:
-        if isinstance(self._generator, torch.Generator):
-            return self._generator.get_state()
-        return self._generator.bit_generator.state
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def own_generators(run: Run) -> list[OwnGenerator]:
@@ -79,6 +92,9 @@ def _named_in(function: Any) -> list[Any]:
 
 
 def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)  # that has no state
+    of_numpy = type(value).__module__.startswith("numpy.")
     return isinstance(value, torch.Generator) or (
-        hasattr(type(value), "bit_generator") and type(value).__module__.startswith("numpy.")
+        of_numpy and (hasattr(type(value), "bit_generator") or type(value).__name__ == "RandomState")
     )
