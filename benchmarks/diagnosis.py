@@ -126,7 +126,9 @@ def anomaly(case: Failure) -> str:
             warnings.simplefilter("ignore")
             with torch.autograd.detect_anomaly(check_nan=True):
                 for batch in batches:
-                    loop(model, batch).backward()
+                    with case.device():
+                        loss = loop(model, batch)
+                    loss.backward()
                     if case.after_backward is not None:
                         case.after_backward(model)
                 optimizer.step()

@@ -4,12 +4,14 @@ Each says what is really wrong. docs/diagnosis.md tells how many were right befo
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -44,6 +46,8 @@ class Failure:
     scaler: Callable[[], Any] | None = None
     loop: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """What the loop computes, where that is not what it says in `forward`."""
+    device: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What the loop's forward pass runs on, where that makes a mistake."""
     round: int = 1
 
 
@@ -185,23 +189,29 @@ def custom_backward(model, x):
     return (Normalises.apply(model(x)) * 0).sum()
 
 
-def once(value):
-    """A hook that spoils one element of an output the first time it is called."""
-    fired = []
+class Failing(TorchDispatchMode):
+    """A device that spoils what an operator makes the n-th time: nothing in the program has a part in it."""
 
-    def prepare(model):
-        def hook(module, args, output):
-            if not fired:
-                fired.append(True)
-                output.data[1, 2] = value  # as a fault in memory: no operator of the loop does it
+    def __init__(self, op, change, *, call=0):
+        super().__init__()
+        self.op, self.change, self.call = op, change, call
+        self.calls = 0
 
-        model.register_forward_hook(hook)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if str(func) == self.op:
+            if self.calls == self.call:
+                self.change(result)
+            self.calls += 1
+        return result
 
-    return prepare
+
+def puts(index, value):
+    return lambda result: result.__setitem__(index, value)
 
 
 @failure("one activation is NaN, once", batch=normal, cause="hardware", phase="forward", op=None,
-         prepare=once(float("nan")))  # fmt: skip
+         device=lambda: Failing("aten.addmm.default", puts((1, 2), float("nan"))))  # fmt: skip
 def once_nan(model, x):
     return model(x).pow(2).mean()
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from failures import INF, failure, normal
+from failures import INF, Failing, failure, normal
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint_sequential
@@ -415,19 +415,13 @@ def flipped_weight(model, x):
     return model(x).pow(2).mean()
 
 
-def flips_activation(model):
-    fired = []
-
-    def hook(module, args, output):
-        if not fired:
-            fired.append(True)
-            output.data.view(torch.int32).view(-1)[9] |= 0x7E000000  # beneath autograd, as memory fails
-
-    model.register_forward_hook(hook)
+def flips_activation(result):
+    result.view(torch.int32).view(-1)[9] |= 0x7E000000
 
 
 @failure("a bit of one activation flipped, once", **seventh, batch=normal, cause=("hardware", "unknown"),
-         phase=None, op=None, samples=None, prepare=flips_activation)  # fmt: skip
+         phase=None, op=None, samples=None,
+         device=lambda: Failing("aten.addmm.default", flips_activation))  # fmt: skip
 def flipped_activation(model, x):
     return model(x).pow(2).mean()
 

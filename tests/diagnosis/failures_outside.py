@@ -5,7 +5,7 @@ import random
 import time
 
 import torch
-from failures import failure, normal
+from failures import Failing, failure, normal, puts
 from torch import nn
 from torch.nn import functional
 
@@ -174,24 +174,12 @@ def all_words(model, b):
 # -- and a fault that is one ---------------------------------------------------------------------------
 
 
-def struck(module, index):
-    """Spoil one element of what a module returns, once, beneath autograd: no program does that."""
-
-    def prepare(model):
-        fired = []
-
-        def hook(_module, _args, output):
-            if not fired:
-                fired.append(True)
-                output.data[index] = NAN
-
-        model.get_submodule(module).register_forward_hook(hook)
-
-    return prepare
+def struck():
+    return Failing("aten.addmm.default", puts((1, 3), NAN))
 
 
 @failure("one activation of a hidden layer, once", round=11, cause="hardware", phase="forward", op=None,
          samples=None, batch=lambda: {"x": torch.cat([normal()] * 5), "y": torch.arange(30) % 3},
-         model=perceptron, prepare=struck("0", (1, 3)))  # fmt: skip
+         model=perceptron, device=struck)  # fmt: skip
 def one_activation(model, b):
     return functional.cross_entropy(model(b["x"]), b["y"])

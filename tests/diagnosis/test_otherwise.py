@@ -59,7 +59,6 @@ def test_the_graph_is_let_go_with_the_step(sentinel):
 
 def test_a_loop_that_does_not_show_its_loss_is_no_witness(run_dir):
     model = perceptron()
-    struck("0", (1, 3))(model)
     with Sentinel(
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),
@@ -68,7 +67,9 @@ def test_a_loop_that_does_not_show_its_loss_is_no_witness(run_dir):
         forward=loss_of,
     ) as sentinel:
         for batch in sentinel.steps([normal()]):
-            loss_of(model, batch).backward()
+            with struck():
+                loss = loss_of(model, batch)
+            loss.backward()
             sentinel.step()
     found = sentinel.incidents[0].diagnosis
     assert found.cause == "unknown"

@@ -16,6 +16,7 @@ import failures_optimizers  # noqa: F401 - likewise
 import failures_outside  # noqa: F401 - likewise
 import failures_pairs  # noqa: F401 - likewise
 import failures_records  # noqa: F401 - likewise
+import failures_thirteenth  # noqa: F401 - likewise
 import failures_transient  # noqa: F401 - likewise
 import failures_traps  # noqa: F401 - likewise
 from failures import FAILURES, Failure
@@ -44,7 +45,9 @@ def run_failure(case: Failure, run_dir: Path, *, clock: Callable[[], Any] = lamb
         with sentinel:
             for batch in sentinel.steps(batches, accumulate=case.accumulate):
                 clock()
-                sentinel.backward(loop(model, batch))
+                with case.device():
+                    loss = loop(model, batch)
+                sentinel.backward(loss)
                 clock()
                 if case.after_backward is not None:
                     case.after_backward(model)

@@ -31,10 +31,10 @@ WRITERS = """
     callbacks/retry callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike
     callbacks/stagnation callbacks/suspicion callbacks/update_ratio callbacks/worries diagnosis/arm
     diagnosis/comparison diagnosis/custom diagnosis/determinism diagnosis/diagnose diagnosis/excess
-    diagnosis/fields diagnosis/findings diagnosis/fingerprint diagnosis/investigation diagnosis/lone_weight
-    diagnosis/operands diagnosis/rehearsal diagnosis/remedy diagnosis/replay diagnosis/rules
-    diagnosis/scan diagnosis/self_test diagnosis/sighting diagnosis/spiked diagnosis/trace
-    diagnosis/transient
+    diagnosis/fields diagnosis/findings diagnosis/fingerprint diagnosis/investigation
+    diagnosis/lone_weight diagnosis/operands diagnosis/otherwise diagnosis/rehearsal diagnosis/remedy
+    diagnosis/replay diagnosis/rules diagnosis/scan diagnosis/self_test diagnosis/sighting
+    diagnosis/spiked diagnosis/trace diagnosis/transient
     diagnosis/update diagnosis/verdict integrations/lightning/again integrations/megatron/exchanges
     integrations/megatron/gradients integrations/megatron/host integrations/megatron/places
     integrations/megatron/returns integrations/megatron/search integrations/state_check ranks/blame

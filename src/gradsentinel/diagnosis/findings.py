@@ -14,9 +14,10 @@ from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis.operands import Operand, bad_index, bad_rows, operands_of, tensors_of
 from gradsentinel.diagnosis.record import Call, Event
 from gradsentinel.diagnosis.replay import Computed
-from gradsentinel.diagnosis.swap import NARROW, batch_size
+from gradsentinel.diagnosis.swap import NARROW, batch_size, tensors_by_path
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import Path, call_of
+from gradsentinel.measures.inspection import parts_of
 from gradsentinel.run import Run
 
 _SUMS = frozenset(
@@ -169,6 +170,33 @@ class Findings:
             writer, otherwise = before[0].writer, before[0].origin
         return otherwise
 
+    def infinite_records(self) -> tuple[str | None, list[int]]:
+        """Return the field whose infinities the origin computes with, and the records that hold some.
+
+        No field if most records hold some, or a healthy batch does: a mask that the batch brings along.
+        """
+        leaves = self._leaves()
+        paths = [path for path in tensors_by_path(self.microbatch.batch) if f"batch {path}".strip() in leaves]
+        for path in paths:
+            rows = _with_infinities(tensors_by_path(self.microbatch.batch)[path], self.size)
+            healthy = (tensors_by_path(other.batch).get(path) for other in self.run.scene.healthy)
+            usual = any(bool(torch.isinf(other).any()) for other in healthy if other is not None)
+            if rows and 2 * len(rows) <= (self.size or 0) and not usual:
+                return path, rows
+        return None, []
+
+    def _leaves(self) -> set[str]:
+        """The tensors that the origin's bad inputs come from, if no operator made those bad."""
+        found, seen, waiting = set(), set(), list(self.origin.edges)
+        while waiting:
+            edge = waiting.pop()
+            if edge.writer is None:
+                found.add(edge.leaf)
+            elif edge.writer not in seen:
+                seen.add(edge.writer)
+                waiting += self.trace.events[edge.writer].edges
+        return found
+
     @property
     def guilty_rows(self) -> list[int]:
         """The samples without which the step is finite, or that look guilty where that was not tried."""
@@ -188,6 +216,16 @@ def custom_of(event: Event, computed: Computed) -> str | None:
     known = computed.nodes.get(event.sequence)
     inside = known is not None and known[1] and event.in_no_grad and not event.backward
     return known[0] if inside and known is not None else None
+
+
+@torch.no_grad()
+def _with_infinities(tensor: Tensor, size: int | None) -> list[int]:
+    plain = tensor.layout is torch.strided and tensor.is_floating_point() and tensor.dim() > 0
+    if not plain or tensor.shape[0] != size:
+        return []
+    bad = torch.isinf(parts_of(tensor)).reshape(tensor.shape[0], -1).any(1)
+    rows: list[int] = bad.nonzero().flatten().tolist()
+    return rows
 
 
 def _row_of_infinities(

@@ -131,7 +131,11 @@ class Investigation:
         return time.monotonic() + self._replay.slowest <= self._deadline
 
     def _trace(self) -> Trace:
-        return Trace(self._run.host.modules(), self._run.host.named_parameters())
+        trace = Trace(self._run.host.modules(), self._run.host.named_parameters())
+        for name, tensor in self._around.tensors():
+            if trace.memory.known(tensor) is None:
+                trace.declare(tensor, f"attribute {name}", 0)
+        return trace
 
     def _by_function(self, path: Path, traced: Computed, guilty: MicroBatch) -> Report | None:
         """Look whether a custom Function made what no operator made."""
@@ -185,7 +189,7 @@ class Investigation:
         if findings.half is not None and self._time_left():
             self._progress.stage("computing in float32")
             findings.finite_in_wide = swap.finite_in_wide(replay, microbatch)
-        elif findings.trace.narrow and not findings.origin.backward and self._time_left():
+        elif findings.trace.narrow and self._time_left():
             self._lost_before(findings)
         good = self._run.known_good
         if good is not None and findings.overflowed and self._time_left():
@@ -202,7 +206,8 @@ class Investigation:
     def _lost_before(self, findings: Findings) -> None:
         """Look for a narrow operator that lost what a wider one stumbles over, if all is finite without."""
         self._progress.stage("computing in float32")
-        if not swap.finite_in_wide(self._replay, findings.microbatch) or not self._time_left():
+        findings.finite_in_wide = swap.finite_in_wide(self._replay, findings.microbatch)
+        if not findings.finite_in_wide or findings.origin.backward or not self._time_left():
             return
         host = self._run.host
         trace = NarrowTrace(host.modules(), host.named_parameters(), until=findings.origin.index)
@@ -278,7 +283,7 @@ class Investigation:
             complete=complete,
             deterministic=same and not flaky,
             custom=frozenset(custom),
-            unwritten=unwritten,
+            unwritten=unwritten and not self._around.drawn(),
             written=written_after(self._computed, found, scaled=scale is not None),
             hooked=any(is_hooked(parameter) for _, parameter in run.host.named_parameters()),
             compiled=self._compiled(),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis.graph import difference, graph_of
+from gradsentinel.diagnosis.loop_code import LoopCode
 from gradsentinel.diagnosis.replay import Computed, Replay
 from gradsentinel.diagnosis.surroundings import Surroundings
 from gradsentinel.diagnosis.swap import batch_size
@@ -50,6 +51,7 @@ def explained_otherwise(
     return (
         _other_operators(replay.run, computed)
         or _other_surroundings(around)
+        or _other_code(around)
         or _other_records(replay, microbatches, found, time_left)
     )
 
@@ -75,6 +77,20 @@ def _other_surroundings(around: Surroundings) -> str:
     return (
         f"the forward pass changes {fold(moved)}, which a replay cannot put back: it began with what the "
         "loop left there"
+    )
+
+
+def _other_code(around: Surroundings) -> str:
+    code = LoopCode(around.functions)
+    moved = sorted(name.lstrip(".") for name in code.assigned() & around.read())
+    if moved:
+        return f"the loop changes {fold(moved)}, which the forward pass reads: a replay reads what it is now"
+    places = code.hidden_writes()
+    if not places:
+        return ""
+    return (
+        f"the loop writes to tensors beside autograd ({fold(places)}): that explains it, too, and leaves no "
+        "trace in the graph"
     )
 
 

@@ -163,6 +163,15 @@ def for_lost(found: Findings) -> tuple[str, ...]:
     return (*said, "add logarithms instead of multiplying probabilities, which do not vanish")
 
 
+def for_rounded(found: Findings) -> tuple[str, ...]:
+    """Return what to do about numbers that a narrow type has rounded."""
+    where = f"what {found.name} is given"
+    return (
+        f"compute {where} in float32: with torch.autocast(device_type, enabled=False) around it{_at(found)}",
+        *for_math(found),
+    )
+
+
 def for_custom(found: Findings) -> tuple[str, ...]:
     """Return what to do about the user's own operator."""
     return (

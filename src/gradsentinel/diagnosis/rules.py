@@ -123,6 +123,25 @@ def _impossible_alignment(found: Findings) -> Cause | None:
     return Cause("data", 0.75, why, remedy.for_alignment(found))
 
 
+def _infinite_records(found: Findings) -> Cause | None:
+    """Infinities that some records of a batch hold, where the others, and healthy batches, hold none.
+
+    As values of a mask they would be lawful; a mask has them in every batch.
+    """
+    field, rows = found.infinite_records()
+    if (
+        field is None
+        or found.whole_row_masked()
+        or found.finite_without_rows is not True
+        or not set(found.guilty_rows) <= set(rows)
+    ):
+        return None
+    what = field or "the batch"
+    who = fold([sample_name(found, row) for row in rows])
+    why = f"{what} holds infinities in {who} alone; with another record's value in its place all is finite"
+    return Cause("data", 0.8, why, remedy.for_samples(found, found.guilty_rows, field))
+
+
 def _masked(found: Findings) -> Cause | None:
     """NaN made of nothing but infinities that were put there on purpose."""
     origin = found.origin
@@ -221,6 +240,17 @@ def _lost_in_a_narrow_type(found: Findings) -> Cause | None:
     return Cause("precision", 0.9, why, remedy.for_lost(found))
 
 
+def _rounded(found: Findings) -> Cause | None:
+    """A wider operator fails at what narrow ones have rounded: at a difference that is 0 only so, say."""
+    if found.half is not None or found.finite_in_wide is not True:
+        return None
+    why = (
+        f"{found.origin.op} computes in {_dtype(found)} with numbers that narrower operators have rounded; "
+        "with all of them in float32 the same step is finite"
+    )
+    return Cause("precision", 0.75, why, remedy.for_rounded(found))
+
+
 def _data_alone(found: Findings) -> Cause | None:
     """The operand that makes it singular comes from the batch and from no parameter."""
     singular = found.singular_origin()
@@ -306,6 +336,7 @@ RULES: tuple[Rule, ...] = (
     _unrepeatable,
     _nothing_to_average,
     _impossible_alignment,
+    _infinite_records,
     _masked,
     _literal,
     _outlier,
@@ -313,6 +344,7 @@ RULES: tuple[Rule, ...] = (
     _lone_weight,
     _precision,
     _lost_in_a_narrow_type,
+    _rounded,
     _data_alone,
     _target,
     _diverged,

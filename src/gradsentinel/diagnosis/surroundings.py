@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import inspect
 import random
-import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsentinel.diagnosis.belongings import has_memory
+from gradsentinel.diagnosis.own_code import codes, containers_written, is_own, top_of
 from gradsentinel.measures.inspection import readable
 from gradsentinel.run import Run
 
@@ -25,11 +25,6 @@ _DEEPEST = 5
 _SMALL = 1 << 10
 """Elements up to which the values of a tensor or an array are compared; beyond, its version."""
 _CLOCKS = frozenset({"time", "datetime"})
-_FRAMEWORKS = frozenset(
-    {"accelerate", "deepspeed", "gradsentinel", "lightning", "megatron", "numpy", "peft"}
-    | {"pytorch_lightning", "torch", "transformers"}
-)
-_NOT_OURS = (sys.stdlib_module_names | _FRAMEWORKS) - {"__main__", "random"}
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
@@ -47,12 +42,21 @@ class Surroundings:
         self.clocks: list[str] = []
         """What reads the time, by the name that the program uses."""
         self._values: dict[str, Any] = {}
-        self._functions: list[types.FunctionType] = []
-        for name, value in _named(run, self._functions):
-            if _top(value) in _CLOCKS:
+        self._foreign: dict[str, nn.Module] = {}
+        """Modules that are not of the model, as a teacher."""
+        self.functions: list[types.FunctionType] = []
+        """The user's own functions that a forward pass may run."""
+        for name, value in _named(run, self.functions):
+            if isinstance(value, nn.Module):
+                self._foreign.setdefault(name, value)
+            elif not _counts(value):
+                continue
+            elif top_of(value) in _CLOCKS:
                 self.clocks.append(name)
             elif len(self._values) < _MOST_VALUES:
                 self._values.setdefault(name, value)
+        for name, value in _of_classes(run):
+            self._values.setdefault(name, value)
         self._before = self._marks()
 
     def changed(self) -> list[str]:
@@ -60,59 +64,120 @@ class Surroundings:
         now = self._marks()
         return [name for name, mark in self._before.items() if now.get(name) != mark]
 
+    def read(self) -> set[str]:
+        """Return the names outside of local variables that the forward pass reads; attributes with a dot."""
+        names: set[str] = set()
+        for function in self.functions:
+            outer = function.__code__.co_freevars
+            for part in codes(function.__code__):
+                for instruction in dis.get_instructions(part):
+                    name, how = str(instruction.argval), instruction.opname
+                    if how == "LOAD_ATTR":
+                        names.add(f".{name}")
+                    elif how in ("LOAD_GLOBAL", "LOAD_NAME") or (how == "LOAD_DEREF" and name in outer):
+                        names.add(name)
+        return names
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that the forward pass may reach and that are neither parameters nor buffers."""
+        left = iter(range(_MOST_VALUES))
+        for name, module in self._foreign.items():
+            held = (*module.named_parameters(), *module.named_buffers())
+            yield from ((f"{name}.{path}", tensor) for path, tensor in held)
+        for name, value in self._values.items():
+            yield from _tensors_in(name, value, left)
+        for path, module in self._modules():
+            for name, value in vars(module).items():
+                if name not in _OF_MODULES:
+                    yield from _tensors_in(f"{path}.{name}", value, left)
+
+    def drawn(self) -> list[str]:
+        """Return the names of random generators and iterators that have moved on since this was made."""
+        return [name for name in self.changed() if _state_of_generator(self._values.get(name)) is not None]
+
     def written(self) -> list[str]:
         """Return the names outside of local variables that the forward pass assigns to, by its code.
 
         What it assigns may be the same the second time, and so no change. What holds the activations of the
         pass itself does not count: no later pass can compute with those.
         """
-        names = {name for function in self._functions for name in _stores(function.__code__)}
+        names = {name for function in self.functions for name in _stores(function.__code__)}
+        names.update(*(containers_written(function.__code__) for function in self.functions))
         modules = [module for _, root in self._run.host.modules() for module in root.modules()]
         for module in modules:
             held = vars(module)
             names -= {name for name in names & held.keys() if _is_activation(held[name])}
+            names -= module._buffers.keys()  # every replay begins with those of the step
         return sorted(names)
 
     def _marks(self) -> dict[str, Any]:
         mark = _Marks()
         marks = {name: mark.of(value) for name, value in self._values.items()}
-        for _, root in self._run.host.modules():
-            for path, module in root.named_modules():
-                for name, value in vars(module).items():
-                    if name not in _OF_MODULES and not isinstance(value, nn.Module):
-                        marks[f"{path or type(module).__name__}.{name}"] = mark.of(value)
+        for path, module in self._modules():
+            for name, value in vars(module).items():
+                if name not in _OF_MODULES and not isinstance(value, nn.Module):
+                    marks[f"{path}.{name}"] = mark.of(value)
         return marks
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for _, root in self._run.host.modules():
+            yield from ((path or type(module).__name__, module) for path, module in root.named_modules())
 
 
 def _named(run: Run, reached: list[types.FunctionType]) -> Iterator[tuple[str, Any]]:
     """What the user's functions have from outside, by name; `reached` gets those that a pass may run."""
     modules = [module for _, root in run.host.modules() for module in root.modules()]
-    functions: deque[Any] = deque([getattr(run.forward, "func", run.forward), *_hooks(modules)])
-    methods = _Methods({type(module) for module in modules})
+    functions = [getattr(run.forward, "func", run.forward), *_hooks(modules)]
+    methods = Methods({type(module) for module in modules})
     functions += methods.called({"forward", "__call__"})
+    return names_outside(functions, methods, reached)
+
+
+def _of_classes(run: Run) -> Iterator[tuple[str, Any]]:
+    """What the classes of the modules hold, for all of their instances."""
+    types_of = {type(module) for _, root in run.host.modules() for module in root.modules()}
+    for kind in {base for each in types_of for base in each.__mro__ if is_own(base)}:
+        for name, value in vars(kind).items():
+            method = callable(value) or isinstance(value, (classmethod, staticmethod, property))
+            if not name.startswith("__") and not method:
+                yield f"{kind.__name__}.{name}", value
+
+
+def names_outside(
+    start: Iterable[Any], methods: Methods, reached: list[types.FunctionType]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what functions, and those that they call, have from outside, by name.
+
+    Args:
+        start: the functions to begin with.
+        methods: those of the classes that are known already.
+        reached: gets the user's own functions that are called.
+    """
+    functions: deque[Any] = deque(start)
     seen: set[int] = set()
     while functions and len(seen) < _MOST_FUNCTIONS:
         function = functions.popleft()
         function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType):
+            function = inspect.unwrap(function)  # of torch.no_grad(), say
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
         if isinstance(function, types.FunctionType):
             reached.append(function)
-            functions += methods.called(_names_in(function.__code__))
+            functions += methods.called(names_in(function.__code__))
             found = list(_outside(function))
         else:  # an object with __call__, say
             found = [(type(function).__name__, function)]
         for name, value in found:
             if isinstance(value, types.FunctionType):
-                functions += [value] * _is_own(value)
+                functions += [value] * is_own(value)
             else:
                 functions += methods.of(value if isinstance(value, type) else type(value))
-            if _counts(value):
-                yield name, value
+            yield name, value
 
 
-class _Methods:
+class Methods:
     """Methods of the user's classes, to be found by the name by which they are called."""
 
     def __init__(self, kinds: Iterable[type]) -> None:
@@ -124,7 +189,7 @@ class _Methods:
 
     def of(self, kind: type) -> list[Any]:
         """Take in the methods of a class; return those that are called already."""
-        if kind in self._kinds or not _is_own(kind):
+        if kind in self._kinds or not is_own(kind):
             return []
         self._kinds.add(kind)
         for method in _methods(kind):
@@ -140,10 +205,10 @@ class _Methods:
 def _counts(value: Any) -> bool:
     """Leave out functions, the classes of others, and modules, whose state is looked at anyway."""
     if isinstance(value, type):
-        return _is_own(value) and not issubclass(value, nn.Module)
+        return is_own(value) and not issubclass(value, nn.Module)
     return (
         not isinstance(value, (types.FunctionType, types.BuiltinFunctionType, nn.Module))
-        or _top(value) in _CLOCKS
+        or top_of(value) in _CLOCKS
     )
 
 
@@ -153,7 +218,7 @@ def _hooks(modules: Iterable[nn.Module]) -> list[Any]:
         hook
         for module in modules
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if _is_own(hook)
+        if is_own(hook)
     ]
 
 
@@ -162,7 +227,7 @@ def _outside(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         found = inspect.getclosurevars(function)
         for name, value in {**found.globals, **found.nonlocals}.items():
             yield name, value
-            if isinstance(value, types.ModuleType) and _is_own(value):
+            if isinstance(value, types.ModuleType) and is_own(value):
                 inside = set(function.__code__.co_names) & vars(value).keys()
                 yield from ((f"{name}.{key}", vars(value)[key]) for key in inside)
     yield from ((f"{function.__name__}()", value) for value in function.__defaults__ or ())
@@ -173,27 +238,20 @@ def _methods(kind: type) -> list[Any]:
     return [
         value
         for base in kind.__mro__
-        if _is_own(base)
+        if is_own(base)
         for value in (getattr(v, "__func__", v) for v in vars(base).values())
         if isinstance(value, types.FunctionType)
     ]
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    return {name for part in _codes(code) for name in part.co_names}
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names of globals and attributes that a function uses."""
+    return {name for part in codes(code) for name in part.co_names}
 
 
 def _stores(code: types.CodeType) -> Iterator[str]:
     """The names that a function assigns to and that outlive it."""
-    for part in _codes(code):
+    for part in codes(code):
         for instruction in dis.get_instructions(part):
             outer = instruction.opname == "STORE_DEREF" and instruction.argval in code.co_freevars
             if outer or instruction.opname in ("STORE_ATTR", "STORE_GLOBAL"):
@@ -202,19 +260,6 @@ def _stores(code: types.CodeType) -> Iterator[str]:
 
 def _is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
-
-
-def _is_own(value: Any) -> bool:
-    return _top(value) not in _NOT_OURS
-
-
-def _top(value: Any) -> str:
-    if isinstance(value, types.ModuleType):
-        return value.__name__.partition(".")[0]
-    module = getattr(value, "__module__", None)
-    if not isinstance(module, str):
-        module = type(value).__module__
-    return module.partition(".")[0]
 
 
 # -- one value ---------------------------------------------------------------------------------------
@@ -248,6 +293,19 @@ class _Marks:
         return type(value).__name__, tuple((key, self.of(held, depth + 1)) for key, held in inside)
 
 
+def _tensors_in(name: str, value: Any, left: Iterator[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    if next(left, None) is None or isinstance(value, _SCALARS):
+        return
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    inside: Iterable[tuple[str, Any]] = ()
+    with suppress(Exception):  # the user's own properties and reprs raise anything
+        inside = list((_inside(value) if depth < _DEEPEST else None) or ())
+    for _, held in inside:
+        yield from _tensors_in(name, held, left, depth + 1)
+
+
 def _content(tensor: Tensor) -> str:
     small = readable(tensor) is None and has_memory(tensor) and tensor.numel() <= _SMALL
     return repr(tensor.detach().flatten().tolist()) if small and tensor.layout is torch.strided else ""
@@ -263,7 +321,7 @@ def _inside(value: Any) -> Iterable[tuple[str, Any]] | None:
         return [(repr(sorted(map(repr, value))), None)]
     if isinstance(value, type):
         return [(name, held) for name, held in vars(value).items() if not name.startswith("__")]
-    if isinstance(value, (types.FunctionType, types.ModuleType, nn.Module)) or not _is_own(type(value)):
+    if isinstance(value, (types.FunctionType, types.ModuleType, nn.Module)) or not is_own(type(value)):
         return None
     held = [*getattr(value, "__dict__", {}).items()]
     slots = [name for kind in type(value).__mro__ for name in _listed(kind.__dict__.get("__slots__", ()))]

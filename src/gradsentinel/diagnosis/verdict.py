@@ -43,15 +43,23 @@ def came_in(trace: Trace, path: Path, computed: Computed) -> Diagnosis:
     custom = None if event is None else custom_of(event, computed)
     if leaf == "constant" and event is not None and (custom is not None or event.backward):
         return _put_in(trace, event, custom)
+    if leaf == "constant" and event is not None:
+        leaf, event = _before_it_left_torch(trace, event) or (leaf, event)
     call = Call(None, None) if event is None else call_of(trace, event)
     if leaf.startswith("batch"):
         cause, confidence, fix = "data", 0.9, "repair or filter the records that hold it"
+    elif leaf == "constant":
+        cause, confidence, fix = "math", 0.5, "look at how these numbers are computed, without torch"
     elif leaf:
         cause, confidence, fix = "setup", 0.6, "look at where this tensor is computed, before the step"
     else:
         cause, confidence, fix = "unknown", 0.1, "use the standard tensor layouts to have the step traced"
-    what = "a tensor from outside the step (no batch, parameter or buffer)" if leaf == "constant" else leaf
-    fact = f"{what} was not finite before any operator ran" if leaf else "the bad values could not be traced"
+    fact = f"{leaf} was not finite before any operator ran" if leaf else "the bad values could not be traced"
+    if leaf == "constant":
+        fact = (
+            "a tensor that is made of numbers from outside of torch (NumPy, plain numbers) is not finite; no "
+            "batch, parameter, buffer or attribute holds it"
+        )
     where = "" if event is None else f"{event.op} takes it in"
     if call.line is not None:
         where += f", {call.line}: {call.line.text}"
@@ -65,6 +73,15 @@ def came_in(trace: Trace, path: Path, computed: Computed) -> Diagnosis:
         evidence=(fact, where) if where else (fact,),
         remedy=(fix,),
     )
+
+
+def _before_it_left_torch(trace: Trace, reader: Event) -> tuple[str, Event] | None:
+    """Return the bad tensor of the program that was read before, and by what: NumPy may have passed it on."""
+    for event in trace.events[: reader.index]:
+        for edge in event.edges:
+            if edge.writer is None and not edge.lawful and edge.leaf != "constant":
+                return edge.leaf, event
+    return None
 
 
 def _put_in(trace: Trace, event: Event, custom: str | None) -> Diagnosis:

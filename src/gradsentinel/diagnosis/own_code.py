@@ -1,0 +1,366 @@
+"""What the user's own code does, read off its source: what it writes to that a replay cannot put back."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import linecache
+import re
+import sys
+import types
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+_FRAMEWORKS = frozenset(
+    {"accelerate", "deepspeed", "gradsentinel", "lightning", "megatron", "numpy", "peft"}
+    | {"pytorch_lightning", "torch", "transformers"}
+)
+_NOT_OURS = (sys.stdlib_module_names | _FRAMEWORKS) - {"__main__", "random"}
+_CHANGES = frozenset(
+    {"add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem"}
+    | {"popleft", "put", "remove", "rotate", "setdefault", "sort", "reverse", "update"}
+)
+"""Methods that change a container."""
+_LOOKS_INTO = frozenset({"get", "setdefault", "__getitem__"})
+"""Methods that hand out what a container holds."""
+_SAME_MEMORY = frozenset({"T", "data", "grad", "imag", "mT", "real"})
+"""Attributes of a tensor that are the tensor itself, not something that outlives it."""
+_DETOURS = frozenset({"detach", "numpy", "storage", "untyped_storage"})
+"""Methods through whose result memory is written to without autograd."""
+_FILL_THEIR_FIRST = frozenset({"copyto", "fill_diagonal", "place", "put", "putmask"})
+"""NumPy's functions that write to their first argument."""
+_COPIES = frozenset({"clone", "copy", "item", "new_tensor", "tolist"})
+_MAKES = re.compile(r"^(torch|np|numpy|math)\.|^(dict|list|set|int|float|defaultdict|Counter|deque)\b")
+_OF_THE_STATE = re.compile("param|state_dict|buffer|shadow|ema", re.IGNORECASE)
+"""A loop over those keeps averages, or initialises: no activations."""
+_NO_GRAPH = re.compile(r"\b(no_grad|inference_mode|set_grad_enabled)\b")
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def is_own_code(code: types.CodeType, package: str) -> bool:
+    """Return True for code that the user wrote, of a module of this name."""
+    installed = any(part in code.co_filename for part in ("site-packages", "dist-packages"))
+    return package.partition(".")[0] not in _NOT_OURS and not installed
+
+
+def is_own(value: Any) -> bool:
+    """Return True for what the user wrote: not of torch, a known framework or the standard library."""
+    return top_of(value) not in _NOT_OURS
+
+
+def top_of(value: Any) -> str:
+    """Return the name of the package that something comes from."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0]
+    module = getattr(value, "__module__", None)
+    if not isinstance(module, str):
+        module = type(value).__module__
+    return module.partition(".")[0]
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code, and that of the functions inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+# -- what outlives a call ----------------------------------------------------------------------------
+
+
+def containers_written(code: types.CodeType) -> set[str]:
+    """Return the names of containers that a function fills or empties, and that it has not made itself.
+
+    A cache that is filled only once holds the same the second time: no value shows that, the code does.
+    """
+    node = _node_of(code)
+    if node is None:
+        return set()
+    local = {name for part in codes(code) for name in (*part.co_varnames, *part.co_cellvars)}
+    outside = _Outside(local, node)
+    found: set[str] = set()
+    for part in ast.walk(node):
+        for target in _targets(part):
+            if isinstance(target, ast.Subscript) and outside.is_outside(target.value):
+                found.add(_last_name(target.value))
+        if isinstance(part, ast.Call):
+            found |= outside.changed_by(part)
+    return found
+
+
+class _Outside:
+    """Tells expressions that reach outside of a function from its own values."""
+
+    def __init__(self, local: set[str], node: ast.AST) -> None:
+        self._local = local
+        self._aliases: set[str] = set()
+        for _ in range(2):  # an alias of an alias
+            for part in ast.walk(node):
+                value = getattr(part, "value", None)
+                if isinstance(part, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and value is not None:
+                    names = {t.id for t in _targets(part) if isinstance(t, ast.Name)}
+                    self._aliases |= names if self.is_outside(value) else set()
+
+    def is_outside(self, expression: ast.expr) -> bool:
+        """Return True for what outlives the call, as far as its form tells."""
+        if isinstance(expression, ast.Name):
+            name = expression.id
+            return name in self._aliases or (name not in self._local and not hasattr(builtins, name))
+        if isinstance(expression, ast.Attribute):
+            within = isinstance(expression.value, ast.Name) and expression.attr not in _SAME_MEMORY
+            return within or self.is_outside(expression.value)
+        if isinstance(expression, ast.Subscript):
+            return self.is_outside(expression.value)
+        called = expression.func if isinstance(expression, ast.Call) else None
+        if isinstance(called, ast.Attribute):
+            return called.attr in _LOOKS_INTO and self.is_outside(called.value)
+        return isinstance(called, ast.Name) and called.id in ("globals", "vars")
+
+    def changed_by(self, call: ast.Call) -> set[str]:
+        """Return the name of what a call changes that outlives it."""
+        called = call.func
+        if isinstance(called, ast.Attribute) and called.attr in _CHANGES and self.is_outside(called.value):
+            return {_last_name(called.value)}
+        if isinstance(called, ast.Name) and called.id == "setattr" and len(call.args) > 1:
+            name = call.args[1]
+            return {str(name.value) if isinstance(name, ast.Constant) else _last_name(call.args[0])}
+        return set()
+
+
+def assigned_in_turns(
+    code: types.CodeType, *, every: bool, known: Collection[types.CodeType] = ()
+) -> set[str]:
+    """Return the names outside of local variables that a function assigns to while a loop runs.
+
+    Those of attributes with a dot before them.
+
+    Args:
+        code: of the function.
+        every: True to take in what it assigns outside of its own loops: it is called by one.
+        known: functions that are left out where it defines them.
+    """
+    node = _node_of(code)
+    if node is None:
+        return set()
+    loops = (ast.For, ast.AsyncFor, ast.While)
+    where = [node] if every else [part for part in ast.walk(node) if isinstance(part, loops)]
+    local = {*code.co_varnames, *code.co_cellvars} if code.co_name != "<module>" else set()
+    outside = _Outside({name for part in codes(code) for name in part.co_varnames} | local, node)
+    found: set[str] = set()
+    left_out = _inside_of(known, code)
+    for part in (inner for outer in where for inner in ast.walk(outer) if id(inner) not in left_out):
+        for target in _targets(part):
+            if isinstance(target, ast.Name) and target.id not in code.co_varnames:
+                found |= {target.id}
+            elif isinstance(target, ast.Attribute):
+                found |= {f".{target.attr}"}
+            elif isinstance(target, ast.Subscript) and outside.is_outside(target.value):
+                name = _last_name(target.value)
+                found |= {f".{name}" if isinstance(target.value, ast.Attribute) else name}
+    return found
+
+
+# -- what autograd does not see ----------------------------------------------------------------------
+
+
+def writes_beside_autograd(
+    code: types.CodeType,
+    values: Mapping[str, Any] | None = None,
+    known: Collection[types.CodeType] = (),
+) -> list[str]:
+    """Return where a function writes to tensors without autograd: 'loop.py:12'.
+
+    Through `.data`, `.detach()`, NumPy or bare memory, or under `no_grad`: that changes what a forward pass
+    computes and leaves no trace in the graph. Averages of weights, and what the function has just made, do
+    not count.
+
+    Args:
+        code: of the function.
+        values: what its names stand for, as far as known.
+        known: functions that are left out where it defines them.
+    """
+    node = _node_of(code)
+    if node is None:
+        return []
+    beside = _Beside(node, values or {})
+    left_out = _inside_of(known, code)
+    parts = (part for part in _statements(node) if id(part) not in left_out)
+    lines = sorted({part.lineno for part in parts if beside.writes(part)})
+    return [f"{Path(code.co_filename).name}:{line}" for line in lines]
+
+
+class _Beside:
+    def __init__(self, node: ast.AST, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._without: set[int] = set()
+        """The statements that run without a graph, by id."""
+        self._made: set[str] = set()
+        self._detours: set[str] = set()
+        for part in ast.walk(node):
+            if _has_no_graph(part):
+                self._without |= {id(inner) for inner in ast.walk(part)}
+            over = part.iter if isinstance(part, (ast.For, ast.comprehension)) else None
+            if over is not None and _OF_THE_STATE.search(ast.unparse(over)):
+                self._made |= {n.id for n in ast.walk(part.target) if isinstance(n, ast.Name)}  # type: ignore[attr-defined]
+            value = getattr(part, "value", None)
+            if isinstance(part, (ast.Assign, ast.AnnAssign)) and value is not None:
+                names = {t.id for t in _targets(part) if isinstance(t, ast.Name)}
+                self._made |= names if _is_made(value) else set()
+                self._detours |= names if _takes_a_detour(value) else set()
+
+    def writes(self, part: ast.AST) -> bool:
+        """Return True if a statement or call writes to a tensor that it has not made, without a graph."""
+        written = [t.value for t in _targets(part) if isinstance(t, ast.Subscript)]
+        if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+            written.append(part.target)
+        called = part.func if isinstance(part, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr.endswith("_") and not called.attr.endswith("__"):
+            written.append(called.value)
+        if isinstance(part, ast.Call):
+            written += [keyword.value for keyword in part.keywords if keyword.arg == "out"]
+            written += part.args[:1] if _last_name(part.func) in _FILL_THEIR_FIRST else []
+        return any(self._counts(expression, part) for expression in written)
+
+    def _counts(self, expression: ast.expr, part: ast.AST) -> bool:
+        root = _root(expression)
+        if root is None or root in self._made or not self._may_be_activation(root):
+            return False
+        if _takes_a_detour(expression) or root in self._detours:
+            return True
+        return id(part) in self._without and not _reaches_into_an_object(expression)
+
+    def _may_be_activation(self, name: str) -> bool:
+        """What is known by its value must be a tensor, and no weight; a name alone may be anything."""
+        if name not in self._values:
+            return True
+        value = self._values[name]
+        return not isinstance(value, nn.Parameter) and (
+            isinstance(value, (Tensor, nn.Module)) or type(value).__module__.startswith("numpy")
+        )
+
+
+def _reaches_into_an_object(expression: ast.expr) -> bool:
+    """Tell `self.kept[name]` from `x.select(0, 1)`, which is a part of x."""
+    called = {id(inner.func) for inner in ast.walk(expression) if isinstance(inner, ast.Call)}
+    attributes = (inner for inner in ast.walk(expression) if isinstance(inner, ast.Attribute))
+    return any(id(inner) not in called for inner in attributes)
+
+
+def _takes_a_detour(expression: ast.expr) -> bool:
+    """Return True for `x.data[...]`, `x.detach()`, `x.cpu().numpy()`, and not for a copy of it."""
+    node: ast.AST = expression
+    found = False
+    while True:
+        if isinstance(node, ast.Attribute):
+            found = found or node.attr == "data"
+            node = node.value
+        elif isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in _COPIES:
+                return False
+            found = found or node.func.attr in _DETOURS
+            node = node.func.value
+        else:
+            return found
+
+
+def _is_made(value: ast.expr) -> bool:
+    if isinstance(value, (ast.Constant, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.Tuple)):
+        return True
+    if not isinstance(value, ast.Call):
+        return False
+    called = value.func
+    return bool(_MAKES.match(ast.unparse(called))) or (
+        isinstance(called, ast.Attribute) and called.attr in _COPIES
+    )
+
+
+def _has_no_graph(part: ast.AST) -> bool:
+    """Return True for a block under `no_grad`, and for a function that is decorated so."""
+    by: list[ast.expr] = []
+    if isinstance(part, (ast.With, ast.AsyncWith)):
+        by = [item.context_expr for item in part.items]
+    elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        by = part.decorator_list
+    return any(_NO_GRAPH.search(ast.unparse(expression)) for expression in by)
+
+
+# -- source ------------------------------------------------------------------------------------------
+
+
+def _statements(node: ast.AST) -> Iterator[Any]:
+    yield from (part for part in ast.walk(node) if hasattr(part, "lineno"))
+
+
+def _inside_of(known: Collection[types.CodeType], code: types.CodeType) -> set[int]:
+    """The ids of what belongs to some functions, of those that one function defines."""
+    nodes = (_node_of(inner) for inner in codes(code) if inner is not code and inner in known)
+    return {id(part) for node in nodes if node is not None for part in ast.walk(node)}
+
+
+def _targets(part: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to or deletes, taken apart."""
+    found: list[ast.expr] = []
+    if isinstance(part, (ast.Assign, ast.Delete)):
+        found = list(part.targets)
+    elif isinstance(part, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.AsyncFor)):
+        found = [part.target]
+    return [
+        leaf
+        for target in found
+        for leaf in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
+    ]
+
+
+def _root(expression: ast.AST) -> str | None:
+    while not isinstance(expression, ast.Name):
+        if isinstance(expression, (ast.Attribute, ast.Subscript)):
+            expression = expression.value
+        elif isinstance(expression, ast.Call):
+            expression = expression.func
+        else:
+            return None
+    return expression.id
+
+
+def _last_name(expression: ast.AST) -> str:
+    if isinstance(expression, ast.Attribute):
+        return expression.attr
+    if isinstance(expression, ast.Name):
+        return expression.id
+    if isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
+        expression = expression.func  # what `cache.setdefault(key, [])` hands out is a part of it
+    inside = getattr(expression, "value", None) or getattr(expression, "func", None)
+    return "a container" if inside is None else _last_name(inside)
+
+
+def _node_of(code: types.CodeType) -> ast.AST | None:
+    """Return the function's place in its source; None if there is no source."""
+    tree = _tree(code.co_filename)
+    if tree is None:
+        return None
+    if code.co_name == "<module>":
+        inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        return ast.Module([part for part in tree.body if not isinstance(part, inner)], [])
+    for node in ast.walk(tree):
+        if not isinstance(node, _Function) or getattr(node, "name", "<lambda>") != code.co_name:
+            continue
+        decorators = getattr(node, "decorator_list", [])
+        if min([node.lineno, *(d.lineno for d in decorators)]) == code.co_firstlineno:
+            return node
+    return None
+
+
+@lru_cache(maxsize=64)
+def _tree(filename: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return None
