@@ -135,6 +135,9 @@ class Injector:
             if fault.when == "input" and number == fault.step * per_step + fault.microbatch:
                 batch[fault.parameter][1, 3] = fault.value
                 self.struck += 1
+            if fault.when == "empty" and number == fault.step * per_step + fault.microbatch:
+                batch[fault.parameter].zero_()
+                self.struck += 1
 
     def _in_forward(self, output: Any, fault: Fault) -> Any:
         if not self._strikes(fault):

@@ -107,6 +107,14 @@ def test_a_bad_number_in_the_batch_is_found_before_anything_is_run(megatron, tmp
     assert incident["samples"] == [{"position": 1, "id": None, "field": "loss_mask"}]
 
 
+def test_a_mask_that_leaves_nothing_to_average_is_the_data_s_fault(megatron, tmp_path):
+    """0 / 0 in the loss, of numbers that come from the batch alone."""
+    fault = Fault(rank=1, parameter="loss_mask", when="empty", microbatch=0)
+    _, found = traced(megatron, tmp_path, PP2, fault)
+    assert (found["cause"], found["op"]) == ("data", DIV)
+    assert any("loss_mask of the batch" in fact for fact in found["evidence"]), found["evidence"]
+
+
 def test_the_guilty_ranks_bundle_holds_the_operator(megatron, tmp_path):
     settings = {"callbacks": "NanCallback, SnapshotSaver", "faults": (replace(ROOT, rank=2),), "steps": 3}
     watched = megatron.run("train", 4, BOTH, tmp_path, **settings)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsentinel.again.scene import MicroBatch
+from gradsentinel.diagnosis.fields import fields_behind
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.operands import finite_again
@@ -214,6 +215,7 @@ class Tracer(Onlooker):
         # Without its batch: here the first dimension is the sequence, and no sample is to be named by it.
         microbatch = MicroBatch(place.microbatch, None, run.scene.rng or RngState.capture())
         findings = Findings.of(run, microbatch, self._trace, computed, path)
+        findings.fields = tuple(fields_behind(findings))
         _try_alone(findings)
         return Traced(diagnosis=self._named(decide(findings))), findings
 
