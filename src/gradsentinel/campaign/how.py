@@ -40,7 +40,9 @@ diagnosis counts as wrong. **Time to diagnosis**: from the end of the bad step, 
 **Overhead** compares medians of healthy steps of different processes and says little on a busy machine;
 [performance.md](performance.md) has the exact one.
 
-**Policies.** *GradSentinel*: `standard()` with `forward=`. *Skip only*: `NanCallback()` and `Skip()`.
+**Policies.** *GradSentinel*: `standard()` with `forward=`. A spike that comes out the same when its step is
+computed again is real, and only reported: wrong labels are learnt from, clipped, since to drop every hard
+batch costs more (`SpikeCallback(action="skip")` does). *Skip only*: `NanCallback()` and `Skip()`.
 *Checkpoint and restart*: the job dies at a loss or gradient that is not finite, as the check of a framework
 has it. *Megatron's own check*: `check_for_nan_in_grad`. *Nothing*: trains on.
 """
