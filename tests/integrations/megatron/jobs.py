@@ -124,7 +124,7 @@ def _objects(training: Training) -> list[Any]:
         for module in chunk.modules()
     ]
     drawn = [type(iterator.iterable).__name__ for iterator in training.data]
-    methods = ("_forward_impl", "forward", "compute_language_model_loss", "set_input_tensor")
+    methods = ("_forward_impl", "compute_language_model_loss")
     wrapped = [
         [name for name in methods if name in vars(module)]
         for chunk in training.model

@@ -1,5 +1,6 @@
 """A fault in what tensor-parallel ranks exchange within one operation names the rank, and is cured."""
 
+import copy
 import functools
 from dataclasses import replace
 
@@ -13,7 +14,12 @@ from torch.nn import functional
 
 from gradsentinel.gradients import GradientView
 from gradsentinel.integrations.megatron import collectives
-from gradsentinel.integrations.megatron.collectives import Handed, asks_modes, watch_collectives
+from gradsentinel.integrations.megatron.collectives import (
+    Handed,
+    asks_modes,
+    watch_collectives,
+    watch_collectives_of,
+)
 from gradsentinel.integrations.megatron.exchanges import looking
 from gradsentinel.integrations.megatron.gradients import BucketGradients
 from gradsentinel.integrations.megatron.returns import TellingGradient, _after_column, watch_stage
@@ -302,22 +308,59 @@ def local_gradients(stage=0, stages=2):
     return local
 
 
-def test_the_gradient_that_a_stage_hands_back_is_looked_at_and_its_method_put_back():
-    class Stage(nn.Module):
-        def set_input_tensor(self, given):
-            self.given = given
+class Block(nn.Module):
+    """In the shape of Megatron's: what the stage before has sent is left with it."""
 
-    root, local = Stage(), local_gradients(stage=1)
+    def __init__(self):
+        super().__init__()
+        self.input_tensor = None
+
+    def forward(self):
+        return self.input_tensor * NAN
+
+
+def test_the_gradient_that_a_stage_hands_back_is_looked_at_and_the_hook_taken_off():
+    root, local = nn.Sequential(Block()), local_gradients(stage=1)
     watch_stage(root, local.stage(0), local, lambda: (1, 0, 7))
-    arrived = torch.ones(2, requires_grad=True)
-    root.set_input_tensor([arrived])
-    assert root.given == [arrived]
-    (arrived * NAN).sum().backward()
+    root[0].input_tensor = torch.ones(2, requires_grad=True)
+    root[0]().sum().backward()
     number, what = local.first_bad_handover()
     assert what == "the gradient that pipeline stage 1 hands back, in micro-batch 1,"
-    local.detach()
-    assert "set_input_tensor" not in vars(root)
     assert number > 2**62
+    local.detach()
+    assert not root[0]._forward_pre_hooks
+
+
+class WordEmbedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, *, fails=False):
+        if fails:
+            raise KeyError("no such word")
+        return lookup_of(self.weight)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_module_is_watched_by_hooks_so_that_a_copy_has_its_own_weights(monkeypatch, asks):
+    monkeypatch.setattr(collectives, "asks_modes", lambda _: asks)
+    module, seen = WordEmbedding(), []
+    handles = watch_collectives_of(module, lambda value: seen.append(value.tolist()))
+    plain = module().tolist()
+    assert seen == ([] if asks else [plain])  # it hands nothing to a collective
+    with pytest.raises(KeyError):
+        module(fails=True)
+    torch.ones(1).contiguous()  # nobody looks any more
+    assert seen == ([] if asks else [plain])
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.weight.fill_(5.0)
+    assert copied()[0, 0].tolist() == [5.0, 5.0]
+    for handle in handles:
+        handle.remove()
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
 
 
 def test_backward_passes_come_after_forward_passes_and_go_from_the_last_stage_to_the_first():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradsentinel.integrations.wraps import Wraps
@@ -87,3 +87,26 @@ def watch_collectives(owner: Any, method: str, see: Callable[[Tensor], None]) ->
     wraps = Wraps()
     wraps.wrap(owner, method, make)
     return wraps
+
+
+def watch_collectives_of(module: nn.Module, see: Callable[[Tensor], None]) -> list[Any]:
+    """Have what a module's forward pass hands to collectives seen; returns the hooks' handles.
+
+    By hooks and no wrap: a copy of the module must compute with its own weights.
+    """
+    asked = asks_modes(torch.distributed.all_reduce)
+    entered: list[Handed] = []
+
+    def enter(_module: nn.Module, _given: Any) -> None:
+        if not torch.compiler.is_compiling():
+            entered.append(Handed(see, asked=asked))
+            entered[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(_module: nn.Module, _given: Any, _made: Any) -> None:
+        if entered and not torch.compiler.is_compiling():
+            entered.pop().__exit__(None, None, None)
+
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, prepend=True, always_call=True),
+    ]

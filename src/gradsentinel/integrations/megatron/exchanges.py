@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradsentinel.integrations.megatron.collectives import watch_collectives
+from gradsentinel.integrations.megatron.collectives import watch_collectives, watch_collectives_of
 from gradsentinel.integrations.megatron.compat import asked
 from gradsentinel.integrations.megatron.names import ParameterNames
 from gradsentinel.integrations.wraps import Wraps
@@ -60,6 +60,7 @@ class Exchange:
         pick: Callable[[Any, Any], tuple[Any, ...]],
         *,
         product: str = "",
+        alone: bool = False,
         inside: str = "",
     ) -> None:
         self.module = module
@@ -69,8 +70,10 @@ class Exchange:
         """True if it is what the module has made, not what it is given."""
         self.product = product
         """What the module multiplies and is about to add up, in words."""
+        self.alone = alone
+        """True if the module's forward pass both computes it and exchanges it."""
         self.inside = inside
-        """The method of the module that both computes it and exchanges it."""
+        """Another method of the module that does."""
 
     def tensors(self, given: Any, made: Any) -> Iterator[Tensor]:
         """Yield what this rank has computed of it, and nobody else has touched."""
@@ -101,7 +104,7 @@ def _of_module(spread: Spread, path: str, module: nn.Module, name: str) -> Itera
     if spread.tensor and "RowParallelLinear" in kind:
         yield Exchange(module, f"what is given to {name}", _first, product=f"the product of {name}")
     elif spread.tensor and kind == "VocabParallelEmbedding":
-        yield Exchange(module, f"what {name} has looked up", _first, inside="forward")
+        yield Exchange(module, f"what {name} has looked up", _first, alone=True)
     elif spread.tensor and "ColumnParallelLinear" in kind and getattr(module, "sequence_parallel", False):
         yield Exchange(module, f"what is given to {name}", _first)
     elif spread.context and path.endswith("core_attention"):
@@ -149,6 +152,9 @@ def watch(exchange: Exchange, local: BucketGradients, place: Place) -> None:
     elif exchange.inside:
         wraps = watch_collectives(exchange.module, exchange.inside, lambda value: look((value,)))
         local.keep_handle(Undo(wraps))
+    elif exchange.alone:
+        for handle in watch_collectives_of(exchange.module, lambda value: look((value,))):
+            local.keep_handle(handle)
     elif exchange.made:
         local.keep_handle(exchange.module.register_forward_hook(lambda _m, given, made: look(given, made)))
     else:
@@ -188,9 +194,10 @@ def _watch_product(
     if callable(getattr(type(module), _MULTIPLY, None)):
         wraps = Wraps()
         wraps.wrap(module, _MULTIPLY, multiplying)
+        local.keep_handle(Undo(wraps))
     else:
-        wraps = watch_collectives(module, "forward", product)
-    local.keep_handle(Undo(wraps))
+        for handle in watch_collectives_of(module, product):
+            local.keep_handle(handle)
     local.keep_handle(module.register_forward_hook(after))
 
 

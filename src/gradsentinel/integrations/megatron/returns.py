@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from gradsentinel.integrations.megatron.exchanges import Place, Spread, Undo, looking
+from gradsentinel.integrations.megatron.exchanges import Place, Spread, looking
 from gradsentinel.integrations.megatron.names import ParameterNames
-from gradsentinel.integrations.wraps import Wraps
 from gradsentinel.testing import record_swallowed
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ _LINEAR = "LinearWith"
 """So begin the names of Megatron's own autograd functions in which a column-parallel layer multiplies."""
 _NEAR = 3
 """So many steps after it a layer's output may come, which is gathered if the layer is asked to."""
+_ARRIVED = "input_tensor"
+"""Where Megatron's blocks of layers keep what the stage before has sent."""
 _PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, Tensor.mm, torch.matmul, torch.mm, linear})
 _RESHAPES = frozenset(
     {Tensor.contiguous, Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
@@ -59,21 +60,14 @@ def watch_returns(
 
 
 def watch_stage(root: nn.Module, where: str, local: BucketGradients, place: Place) -> None:
-    """Have the gradient looked at that a pipeline stage sends to the one before it."""
+    """Have the gradient looked at that a pipeline stage sends to the one before it.
+
+    The schedule leaves what has arrived with the module that goes on with it.
+    """
     look = looking(f"the gradient that {where} hands back", local.record_return, place)
-
-    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def set_input_tensor(given: Any, *args: Any, **kwargs: Any) -> Any:
-            for tensor in given if isinstance(given, (list, tuple)) else [given]:
-                _look_back(tensor, look)
-            return plain(given, *args, **kwargs)
-
-        return set_input_tensor
-
-    if callable(getattr(root, "set_input_tensor", None)):
-        wraps = Wraps()
-        wraps.wrap(root, "set_input_tensor", make)
-        local.keep_handle(Undo(wraps))
+    for module in root.modules():
+        if _ARRIVED in vars(module):
+            local.keep_handle(module.register_forward_pre_hook(partial(_before_stage, look=look)))
 
 
 def _hands_back_output(spread: Spread, kind: str, path: str, module: nn.Module) -> bool:
@@ -89,6 +83,10 @@ def _after(_module: nn.Module, _given: Any, made: Any, *, look: Look) -> None:
 
 def _before(_module: nn.Module, given: Any, *, look: Look) -> None:
     _look_back(given[0] if given else None, look)
+
+
+def _before_stage(module: nn.Module, _given: Any, *, look: Look) -> None:
+    _look_back(getattr(module, _ARRIVED, None), look)
 
 
 def _look_back(tensor: Any, look: Look) -> None:
