@@ -32,6 +32,7 @@ from gradsentinel import (
     SnapshotMismatch,
     TrainingAborted,
 )
+from gradsentinel.state import saved_states
 from gradsentinel.state.archive import read_archive, write_archive
 from gradsentinel.state.lock import RunLock
 from gradsentinel.state.saved_states import SNAPSHOT_KIND
@@ -556,13 +557,16 @@ def kill_in(run_dir, steps, delay):
 
 
 @pytest.mark.slow
-def test_kill_9_at_fifty_moments_in_time(run_dir):
-    """From outside, wherever the program and the thread that writes happen to be.
+@pytest.mark.timeout(600)  # a hundred processes, on a machine that may have other work
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_kill_9_at_fifty_moments_in_time(run_dir, monkeypatch, writer):
+    """From outside, wherever the program and the thread or the process that writes happen to be.
 
     When step s + 1 is made the state of step s, taken every 3 steps, is found good and begins to be
     written, which waits until the one before it is there. So that one is on disk, whatever the speed of
     the machine.
     """
+    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0 if writer == "process" else 1 << 40)
     reference = build(**FULL)
     life(reference, LOADERS["shuffled"](), run_dir.with_name("reference"), epochs=2)
     expected = everything(reference)

@@ -1,5 +1,6 @@
 """What a person finds in TensorBoard afterwards."""
 
+import errno
 import math
 import os
 import signal
@@ -13,8 +14,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from gradsentinel import ConfigurationError, NanCallback, Rollback, Sentinel, TensorBoardCallback
+from gradsentinel import ConfigurationError, EventLog, NanCallback, Rollback, Sentinel, TensorBoardCallback
 from gradsentinel.sinks.rows import BUNCH
+from loops import build, make_batches, train_watched
 
 NAN = float("nan")
 
@@ -243,3 +245,32 @@ def test_a_writer_that_its_owner_closes_early_has_everything_and_is_left_as_it_w
     assert len(list((tmp_path / "board").iterdir())) == 1
     assert len(read(tmp_path / "board").Scalars("gradsentinel/loss")) == 5
     assert "close" not in vars(writer)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # tensorboard's
+def test_a_disk_that_is_full_for_a_while(run_dir, monkeypatch, caplog):
+    """tensorboard's own thread ends with the first error: another file is begun when the disk has room."""
+    from tensorboard.summary.writer import record_writer  # noqa: PLC0415 - patched here only
+
+    write, refuses = record_writer.RecordWriter.write, [False]
+
+    def unless_full(self, data):
+        if refuses[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, data)
+
+    def probe(directory):
+        if refuses[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(record_writer.RecordWriter, "write", unless_full)
+    monkeypatch.setattr("gradsentinel.callbacks.tensorboard._probe", probe)
+    run = build()
+    with run.sentinel([NanCallback(), TensorBoardCallback(every=1), EventLog(every=1)], run_dir=run_dir) as s:
+        for done in train_watched(run, s, make_batches(200)):
+            refuses[0] = 20 <= done < 60
+            s._watch.bus.callbacks[1]._hand_over_all()
+    assert s.incidents == ()
+    assert caplog.text.count("TensorBoard's file could not be written: No space left on device") == 1
+    assert caplog.text.count("the disk takes everything again, after") == 1
+    assert len(list(run_dir.glob("events.out.tfevents.*"))) > 1

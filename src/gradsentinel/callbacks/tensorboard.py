@@ -6,8 +6,12 @@ import dataclasses
 import importlib.util
 import logging
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,9 @@ _LAYOUT = {
 }
 
 
+_WHAT = "TensorBoard's file"
+_A_LITTLE = 1 << 16
+"""Bytes that the disk must take before another file is begun."""
 _MOST_SUSPECTS = 8
 """Histograms of an incident: of so many parameters at most."""
 
@@ -64,6 +71,10 @@ class TensorBoardCallback(GathersNumbers):
     writer: Any = field(default=None, repr=False)  # an object of this process, no setting to compare
     """A SummaryWriter to write to instead of making one, such as a logger's own; it is not closed."""
     _sink: TensorBoardSink | None = field(default=None, init=False, repr=False)
+    _owner: Run | None = field(default=None, init=False, repr=False)
+    """The run that is written about, also at its end."""
+    _is_missing: bool = field(default=False, init=False, repr=False)
+    """True once something is missing from the file, until there is another one."""
     _unwrap: Callable[[], object] | None = field(default=None, init=False, repr=False)
     """Takes back what was done to a writer that was given."""
 
@@ -76,17 +87,52 @@ class TensorBoardCallback(GathersNumbers):
 
     def _open(self, run: Run) -> None:
         """Open the writer, lay out the custom page and write the settings."""
+        self._owner = run
         if self.writer is not None:
-            self._sink = TensorBoardSink(writer=self.writer)
             self._unwrap = _before_closing(self.writer, self._hand_over_all)
-        else:
-            self._sink = TensorBoardSink(self.log_dir or run.directory.path)
-        self._sink.layout(_LAYOUT)
-        self._sink.hparams(dict(settings_of(run.callbacks)))
+        self._tried(run, self._begin)
+
+    def _begin(self, run: Run) -> None:
+        where = self.log_dir or run.directory.path
+        sink = TensorBoardSink(where) if self.writer is None else TensorBoardSink(writer=self.writer)
+        self._sink = sink
+        sink.layout(_LAYOUT)
+        sink.hparams(dict(settings_of(run.callbacks)))
+
+    def _tried(self, run: Run, write: Callable[[Run], None]) -> None:
+        """Write, or give the file up: after an error tensorboard's own thread takes nothing any more."""
+        try:
+            write(run)
+        except OSError as error:
+            if self.writer is not None:
+                raise
+            sink, self._sink = self._sink, None
+            if sink is not None:
+                with suppress(Exception):  # it says once more that it has failed
+                    sink.close()
+            lost = "" if self._is_missing else "what TensorBoard was given meanwhile"
+            self._is_missing = True
+            run.disk.refused(_WHAT, error, partial(self._again, run), lost=lost)
+
+    def _again(self, run: Run) -> None:
+        """Begin another file, which TensorBoard shows as one with the first, if the disk takes one."""
+        try:
+            _probe(Path(self.log_dir or run.directory.path))
+        except OSError as error:
+            run.disk.refused(_WHAT, error, partial(self._again, run))
+            return
+        self._tried(run, self._begin)
+        if self._sink is not None:
+            self._is_missing = False
+            run.disk.taken(_WHAT)
 
     def _hand_over(self, rows: Sequence[Row], pictures: Sequence[Picture]) -> None:
+        if self._owner is not None and (rows or pictures):
+            self._tried(self._owner, lambda _: self._write(rows, pictures))
+
+    def _write(self, rows: Sequence[Row], pictures: Sequence[Picture]) -> None:
         sink = self._sink
-        if sink is None or not (rows or pictures):
+        if sink is None:
             return
         for row in rows:
             sink.scalars(row.step, row.numbers, row.time)
@@ -103,23 +149,40 @@ class TensorBoardCallback(GathersNumbers):
         """Write how large the numbers in the suspects and their gradients are."""
         if self._sink is None or not incident.tensors:
             return
+        self._tried(run, lambda run: self._show_suspects(incident, run))
+
+    def _show_suspects(self, incident: Incident, run: Run) -> None:
+        assert self._sink is not None
         try:
             for name, histogram in _histograms(incident, run):
                 self._sink.histogram(incident.iteration, f"suspects/{name}", histogram)
+        except OSError:
+            raise
         except Exception as error:  # a picture is not worth the callback: the numbers go on
             logger.exception("step %d: the histograms of the suspects could not be written", incident.step)
             record_swallowed(error)
 
     def _show(self, incident: Incident) -> None:
-        if self._sink is not None:
-            self._sink.text(incident.iteration, "incident", markdown(incident))
+        sink = self._sink
+        if sink is not None and self._owner is not None:
+            text = markdown(incident)
+            self._tried(self._owner, lambda _: sink.text(incident.iteration, "incident", text))
 
     def _close(self) -> None:
         if self._unwrap is not None:
             self._unwrap()
-        if self._sink is not None:
-            self._sink.close()
-            self._sink = None
+        sink, self._sink = self._sink, None
+        if sink is not None and self._owner is not None:
+            self._tried(self._owner, lambda _: sink.close())
+
+
+def _probe(directory: Path) -> None:
+    """Raise OSError if the disk takes no more than a few bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(b"0" * _A_LITTLE)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def settings_of(callbacks: Sequence[Callback]) -> Iterator[tuple[str, str | float | bool]]:

@@ -78,8 +78,8 @@ def main() -> int:
     """Do what the pipe says until it ends; an answer with `errno` is the last one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the training decides, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
-    with suppress(OSError):
-        os.nice(10)
+    with suppress(OSError):  # not lower: an aborted run waits for it, beside loaders that take every core
+        os.nice(5)
     buffer = memoryview(bytearray(_CHUNK))
     while size := take_number():
         order = bytearray(size)
