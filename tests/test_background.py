@@ -1,7 +1,11 @@
 """Writing beside the training: in order, bounded, finished in time, and never a danger to the run."""
 
+import _thread
 import os
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -17,13 +21,17 @@ def waiting_for(event, done, value):
 
 
 def test_jobs_are_done_in_order_and_the_thread_goes_away():
+    before = _thread._count()
     background, done = Background(max_bytes=100), []
     for number in range(20):
         assert background.submit(f"job {number}", lambda number=number: done.append(number), 1)
     assert background.finish(30)
     assert done == list(range(20))
     assert background.failures() == []
-    assert [t for t in threading.enumerate() if t.name == "gradsentinel-background"] == []
+    deadline = time.monotonic() + 30
+    while _thread._count() > before and time.monotonic() < deadline:  # it is about to end
+        time.sleep(0.001)
+    assert _thread._count() == before
 
 
 def test_the_caller_does_not_wait_for_the_disk():
@@ -97,3 +105,16 @@ def test_a_forked_child_has_jobs_of_its_own():
     release.set()
     assert background.finish(30)
     assert done == ["parent"]
+
+
+EXITS = """
+import sys, time
+from pathlib import Path
+from gradsentinel.state.background import Background
+Background(max_bytes=100).submit("late", lambda: (time.sleep(0.3), Path(sys.argv[1]).write_text("whole")))
+"""
+
+
+def test_an_interpreter_that_exits_waits_for_it(tmp_path):
+    subprocess.run([sys.executable, "-c", EXITS, str(tmp_path / "file")], check=True)  # noqa: S603 - our own script
+    assert (tmp_path / "file").read_text() == "whole"

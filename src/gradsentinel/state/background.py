@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +16,9 @@ from dataclasses import dataclass
 from gradsentinel.state.disk import Refused
 
 logger = logging.getLogger("gradsentinel")
+
+_AT_EXIT = 1e6
+"""Seconds: an interpreter that exits waits for the disk, however slow it is; Ctrl-C ends that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,9 @@ class _Job:
 class Background:
     """Does one job after the other in a thread that lives as long as there are any.
 
-    The thread is no daemon, so an interpreter that exits waits for it. A job that raises is logged and
-    kept for `failures`; it never reaches the program.
+    An interpreter that exits waits for it. A job that raises is logged and kept for `failures`; it never
+    reaches the program. Whoever submits does not wait for the thread to come up, as `threading.Thread.start`
+    does: where every core is taken that was a tenth of a second.
 
     Args:
         max_bytes: so much memory may wait to be written; a job that would exceed it has to wait.
@@ -39,9 +46,11 @@ class Background:
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._waiting = 0
-        self._thread: threading.Thread | None = None
+        self._works = False
+        """True while there is a thread."""
         self._failures: list[str] = []
         self._process = os.getpid()
+        self._waits_at_exit = False
 
     def submit(self, what: str, work: Callable[[], None], nbytes: int = 0) -> bool:
         """Have a job done later; returns False, and logs it, if there was no room for it in time.
@@ -62,11 +71,14 @@ class Background:
                 return False
             self._jobs.append(job)
             self._waiting += nbytes
-            if self._thread is not None:
+            if self._works:
                 return True
-            self._thread = threading.Thread(target=self._run, name="gradsentinel-background")
+            self._works = True
+        if not self._waits_at_exit:
+            self._waits_at_exit = True
+            atexit.register(_finish_all, weakref.ref(self))
         try:
-            self._thread.start()
+            _thread.start_new_thread(self._run, ())
         except RuntimeError:  # the interpreter is about to exit: no more threads
             self._run()
         return True
@@ -76,7 +88,7 @@ class Background:
         self._after_fork()
         deadline = time.monotonic() + timeout
         with self._changed:
-            done = self._changed.wait_for(lambda: self._thread is None, deadline - time.monotonic())
+            done = self._changed.wait_for(lambda: not self._works, deadline - time.monotonic())
             if not done:
                 left = ", ".join(job.what for job in self._jobs) or "the last job"
                 logger.error("still writing after %.0f seconds: %s", timeout, left)
@@ -92,7 +104,7 @@ class Background:
         while True:
             with self._changed:
                 if not self._jobs:
-                    self._thread = None
+                    self._works = False
                     self._changed.notify_all()
                     return
                 job = self._jobs[0]
@@ -117,3 +129,9 @@ class Background:
         """A child process has none of its parent's threads: their jobs are the parent's business."""
         if self._process != os.getpid():
             self.__init__(max_bytes=self._max_bytes, patience=self._patience)  # type: ignore[misc]
+
+
+def _finish_all(of: weakref.ref[Background]) -> None:
+    background = of()
+    if background is not None:
+        background.finish(_AT_EXIT)
