@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def check(title):
 def ensure(truth, words):
     if not truth:
         raise AssertionError(words)
+
+
+@contextmanager
+def setting(name, value):
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 # -- a small training ------------------------------------------------------------------------------
@@ -152,15 +164,16 @@ def same(one, other):
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait: values read back, copies to the host that block or are not pinned."""
+    """Counts operators, and waits of the host: values read back, copies to it that block or go unpinned."""
 
     READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count = self.operators = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += 1
         name, kwargs = func._schema.name, kwargs or {}
         found = func(*args, **kwargs)
         copies = name in {"aten::copy_", "aten::_to_copy"}
@@ -202,33 +215,21 @@ def _(device, _folder):
         raise NotHere(str(error)) from error
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operators that are dispatched."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 @check("device guard: as many operators for one detector as for ten, none of them falls back to the CPU")
 def _(device, folder):
     counts = []
     with warnings.catch_warnings(record=True) as caught:  # of a fallback torch_npu warns once in a process
         warnings.simplefilter("always")
         for detectors in (1, 10):
-            launches, seen = Launches(), {}
+            waits, seen = Waits(), {}
             watch = [NanCallback(), *(MagnitudeCallback(max_global_norm=1e6 + n) for n in range(detectors))]
             trial = fused(device, folder, watch)
 
-            def look(step, launches=launches, seen=seen):
-                seen[step] = launches.count
+            def look(step, waits=waits, seen=seen):
+                seen[step] = waits.operators
 
             trial.before_step = look
-            with launches:
+            with waits:
                 trial.run(30)
             counts.append(seen[28] - seen[18])
     fallen = [str(entry.message) for entry in caught if "fall back" in str(entry.message)]
@@ -356,20 +357,14 @@ def _(device, folder):
     def forward(model, batch):
         return torch.log(model(batch) * 0).mean()
 
-    before = os.environ.get(FIXED_ORDER)
-    try:
-        for order in ("0", "1"):
-            os.environ[FIXED_ORDER] = order
+    for order in ("0", "1"):
+        with setting(FIXED_ORDER, order):
             optimizer, run_dir = torch.optim.SGD(model.parameters(), 1e-3), tempfile.mkdtemp(dir=folder)
             with Sentinel(model, optimizer, run_dir=run_dir, forward=forward) as sentinel:
                 for batch in sentinel.steps([torch.ones(4, 8, device=device)]):
                     sentinel.backward(forward(model, batch))
                     sentinel.step()
             answers.append(sentinel.incidents[0].diagnosis)
-    finally:
-        os.environ.pop(FIXED_ORDER)
-        if before is not None:
-            os.environ[FIXED_ORDER] = before
     named = [(answer.cause, answer.op, answer.phase) for answer in answers]
     ensure(named == [("math", "aten.log.default", "forward")] * 2, f"the diagnoses are {named}")
     ensure(FIXED_ORDER in "".join(answers[1].evidence), "nothing was said of the fixed order")
@@ -392,15 +387,9 @@ def _(device, _folder):
 
 @check("marks in a profile")
 def _(device, folder):
-    before = os.environ.get(MARKS)
-    os.environ[MARKS] = "1"
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            Trial(device, folder, [NanCallback()]).run(2)
-    finally:
-        os.environ.pop(MARKS)
-        if before is not None:
-            os.environ[MARKS] = before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with setting(MARKS, "1"), torch.profiler.profile(activities=activities) as profile:
+        Trial(device, folder, [NanCallback()]).run(2)
     names = sorted({entry.key for entry in profile.key_averages() if entry.key.startswith("gradsentinel/")})
     ensure("gradsentinel/before_clip" in names, f"only {names} are in the profile")
     return f"{len(names)} ranges, with {type(device_of(device)).__name__.lower()}'s own tool beside torch's"

@@ -175,7 +175,7 @@ def test_ids_of_a_named_tuple():
         {"indices": torch.tensor([7, 7, 9]), "x": torch.ones(3)},  # rows of an embedding repeat
         {"indices": torch.zeros(2, 5).long(), "x": torch.ones(2)},
         {"ids": torch.tensor([1, 2, 3, 4]), "x": torch.ones(2), "y": torch.ones(2)},  # not one for each
-        {"id": torch.rand(2), "x": torch.ones(2)},
+        {"id": torch.tensor([0.25, 0.75]), "x": torch.ones(2)},
         {"id": [[1], [2]], "x": torch.ones(2)},
         [{"x": 1}, {"id": 2}],
     ],

@@ -224,7 +224,9 @@ class BatchCallback(Comparer):
         return evidence_of(faults, look.ids, Action.parse(self.action), look.microbatch)
 
     def _post(self, sheet: Tensor) -> tuple[Mailbox, Letter]:
-        mailbox = self._mailboxes.setdefault(sheet.device, Mailbox(sheet.device))
+        mailbox = self._mailboxes.get(sheet.device)
+        if mailbox is None:
+            mailbox = self._mailboxes[sheet.device] = Mailbox(sheet.device)
         return mailbox, mailbox.post(sheet)
 
     def _here(self, flag: Tensor) -> Tensor | None:

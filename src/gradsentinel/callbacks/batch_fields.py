@@ -170,6 +170,13 @@ def plain_values(tensor: Tensor) -> Tensor | None:
 
     Of a sparse or nested tensor the stored ones, as they are: adding up duplicates would wait.
     """
+    if (
+        type(tensor) is Tensor
+        and tensor.dtype in _COMPARABLE
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_nested)
+    ):
+        return tensor.detach()
     if tensor.device.type == "meta" or tensor.is_quantized or torch.nn.parameter.is_lazy(tensor):
         return None
     values = local(tensor.detach())

@@ -190,7 +190,7 @@ class Meter:
             + [(MASKED, one.path) for one, _ in masked],
             bad=torch.stack(suspicions).any() if suspicions else None,
             outside=[flag for (one, _), flag in zip(_judged(present), outside, strict=True) if one.is_given],
-            sheet=torch.cat([part.to(wide) for part in parts]),
+            sheet=parts[0].to(wide) if len(parts) == 1 else torch.cat([part.to(wide) for part in parts]),
             main=None if main is None else main[0],
             records=0 if main is None else main[1].shape[0],
             allowed=allowed,
