@@ -53,12 +53,8 @@ def arguments():
     options, ranks = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "0"))
     if not ranks:
         raise SystemExit("start it with torchrun --nproc-per-node 8 examples/megatron_gpt.py")
-    tensor, pipeline = options.tensor, options.pipeline
-    if ranks % (tensor * pipeline) or HEADS % tensor or LAYERS % pipeline:
-        raise SystemExit(
-            f"--tensor {tensor} times --pipeline {pipeline} does not divide the {ranks} ranks, "
-            f"or they do not divide {HEADS} heads and {LAYERS} layers"
-        )
+    if ranks % (options.tensor * options.pipeline) or HEADS % options.tensor or LAYERS % options.pipeline:
+        raise SystemExit(f"--tensor, --pipeline: do not fit {ranks} ranks, {HEADS} heads, {LAYERS} layers")
     if not (-1 <= options.fault_rank < ranks and 0 <= options.fault_step < options.steps):
         raise SystemExit(f"--fault-rank: 0 to {ranks - 1}, -1: none; --fault-step: 0 to {options.steps - 1}")
     return options
