@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradsentinel import (
@@ -162,9 +162,47 @@ def live(plan, run, folder, faults, survivors):
         return fault not in {"weight", "moment", "statistic"}  # nobody has looked since
 
 
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("value", [math.nan, 1.0])
+def test_a_last_window_whose_last_batch_is_left_out_is_stepped(accumulate, value, tmp_path):
+    """After a restart nothing comes behind the batch before it: that one has to be stepped with."""
+    last = len(BATCHES) - 1
+    bad = [*BATCHES[:last], {**BATCHES[last], "x": BATCHES[last]["x"] * value}]
+
+    def live(*, until_it_fails):
+        run = build(accumulate=accumulate)
+        callbacks = [NanCallback(state_every=1), Skip(max_skips=0), Rollback(max_rollbacks=0)]
+        with run.sentinel(callbacks, run_dir=tmp_path, resume="auto") as sentinel:
+            for number, batch in enumerate(sentinel.steps(bad, accumulate=accumulate)):
+                sentinel.backward(run.loss(batch))
+                if until_it_fails and number == last:
+                    run.model.head.bias.grad[1] = math.inf
+                sentinel.step()
+        return sentinel
+
+    with pytest.raises(TrainingAborted):
+        live(until_it_fails=True)
+    sentinel = live(until_it_fails=False)
+    first = sentinel._watch.run.resumed_from * accumulate
+    assert first < last
+    assert sum(one.left_out for one in sentinel._watch.run.skipped.entries) == 1
+    assert sentinel.applied_steps == -(-(last - first) // accumulate)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # hundreds of small trainings
 @settings(max_examples=25)
+@example(
+    Plan(
+        lives=[{12: "gradient"}, {}],
+        settings={"optimizer": "sgd", "scheduler": None, "ema": False, "max_norm": None},
+        rollback={"every": 1, "confirm_after": 0, "keep": 1, "after": 1, "max_rollbacks": 0},
+        max_skips=0,
+        max_retries=None,
+        accumulate=2,
+        escalation=None,
+    )
+)
 @given(plans)
 def test_any_faults_and_budgets(plan):
     folder, survivors = Path(tempfile.mkdtemp()), Survivors()

@@ -164,11 +164,11 @@ class Sentinel:
                 if self._in_window == 0:
                     self._watch.prepare(rng=False)
                     self._watch.begin_step()
-                    left = accumulate if total is None else total - index
+                    left = accumulate if total is None else max(1, total - index)
                     self._watch.expected_microbatches = min(accumulate, left)
                 self._watch.batch(batch)
                 self._in_window += 1
-                self._last_of_loader = index + 1 == total
+                self._last_of_loader = total is not None and index + 1 >= total
                 run.data["batch"] = index + 1
                 run.data["batches"] += 1
                 yield batch

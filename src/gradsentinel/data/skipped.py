@@ -289,6 +289,10 @@ class SkippedBatches:
         """Say whether a batch that was left out for this epoch only was drawn here before."""
         return any((one.epoch, one.batch) == (epoch, number) and not one.for_good for one in self.entries)
 
+    def was_drawn_at(self, epoch: int, number: int) -> bool:
+        """Say whether one on the list was drawn at this place, so that it is going to be left out there."""
+        return any((one.epoch, one.batch) == (epoch, number) for one in self.entries)
+
     def find(
         self,
         epoch: int,
