@@ -90,6 +90,11 @@ def in_numpy(h):
     h.detach().cpu().numpy()[0] = 1
 
 
+def shared_with_numpy(h):
+    alias = np.asarray(h.detach())
+    alias[0] = 1
+
+
 def copied_to(h):
     np.copyto(h.detach().numpy(), 1)
 
@@ -110,7 +115,17 @@ def decorated(h):
 
 @pytest.mark.parametrize(
     "function",
-    [by_data, by_alias, in_place_on_data, in_numpy, copied_to, out_of_sight, without_graph, decorated],
+    [
+        by_data,
+        by_alias,
+        in_place_on_data,
+        in_numpy,
+        shared_with_numpy,
+        copied_to,
+        out_of_sight,
+        without_graph,
+        decorated,
+    ],
 )
 def test_a_write_that_autograd_does_not_see(function):
     (place,) = writes_beside_autograd(inspect.unwrap(function).__code__)

@@ -31,6 +31,10 @@ _SAME_MEMORY = frozenset({"T", "data", "grad", "imag", "mT", "real"})
 """Attributes of a tensor that are the tensor itself, not something that outlives it."""
 _DETOURS = frozenset({"detach", "numpy", "storage", "untyped_storage"})
 """Methods through whose result memory is written to without autograd."""
+_SHARE = frozenset(
+    {"as_strided", "as_tensor", "asanyarray", "asarray", "from_dlpack", "from_numpy", "memoryview"}
+)
+"""Functions whose result has the memory of their first argument."""
 _FILL_THEIR_FIRST = frozenset({"copyto", "fill_diagonal", "place", "put", "putmask"})
 """NumPy's functions that write to their first argument."""
 _COPIES = frozenset({"clone", "copy", "item", "new_tensor", "tolist"})
@@ -262,6 +266,8 @@ def _takes_a_detour(expression: ast.expr) -> bool:
             node = node.value
         elif isinstance(node, ast.Subscript):
             node = node.value
+        elif isinstance(node, ast.Call) and _last_name(node.func) in _SHARE and node.args:
+            found, node = True, node.args[0]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in _COPIES:
                 return False
@@ -277,6 +283,8 @@ def _is_made(value: ast.expr) -> bool:
     if not isinstance(value, ast.Call):
         return False
     called = value.func
+    if _last_name(called) in _SHARE:
+        return False
     return bool(_MAKES.match(ast.unparse(called))) or (
         isinstance(called, ast.Attribute) and called.attr in _COPIES
     )
@@ -324,7 +332,8 @@ def _root(expression: ast.AST) -> str | None:
         if isinstance(expression, (ast.Attribute, ast.Subscript)):
             expression = expression.value
         elif isinstance(expression, ast.Call):
-            expression = expression.func
+            shared = _last_name(expression.func) in _SHARE and expression.args
+            expression = expression.args[0] if shared else expression.func
         else:
             return None
     return expression.id

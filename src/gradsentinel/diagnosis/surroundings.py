@@ -159,7 +159,8 @@ def names_outside(
         function = functions.popleft()
         function = getattr(function, "__func__", function)
         if isinstance(function, types.FunctionType):
-            function = inspect.unwrap(function)  # of torch.no_grad(), say
+            with suppress(ValueError):  # it wraps itself
+                function = inspect.unwrap(function)  # of torch.no_grad(), say
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
