@@ -23,7 +23,7 @@ _DEAD = (
     "if the gradients underflow (statistics/underflow is high), raise the loss scale or use bfloat16",
     "freeze it (requires_grad_(False)) if it is not to learn",
 )
-_ME, _ALL = "GradientStatistics", "GradientStatistics of all"
+_ME, _ALL = "GradientStatistics", "GradientStatistics/all"
 """What was told of all gradients is not told again of a layer."""
 _STUCK = (
     "look for a gradient that is no longer written: a hook, an asynchronous reduction, a reused buffer",
