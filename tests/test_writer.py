@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,44 @@ def test_one_that_is_killed_is_told_from_a_disk_that_refuses(tmp_path):
         with pytest.raises(WriterGone):
             write_archive(tmp_path / "a", state(), {}, kind="test", verify=True, writer=writer)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_was_forked_meanwhile_does_not_keep_it(tmp_path):
+    reader, writing = os.pipe()
+    child = 0
+
+    def end(_, __):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    try:
+        with Writer() as writer:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+                child = os.fork()
+            if not child:  # like a worker of a DataLoader, which lives for an epoch
+                os.close(writing)
+                os.read(reader, 1)
+                os._exit(0)
+            assert writer.write_file(tmp_path / "a", [b"abc"])["bytes"] == 3
+        assert writer._process.returncode == 0
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        os.close(writing)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
+def test_one_that_is_left_half_way_through_is_ended(tmp_path):
+    def pieces():
+        yield b"abc"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Writer() as writer:
+        writer.write_file(tmp_path / "a", pieces())
+    assert writer._process.returncode == -signal.SIGKILL
 
 
 def test_signals_that_are_meant_for_the_training_do_not_stop_it(tmp_path):

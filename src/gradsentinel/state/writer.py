@@ -78,7 +78,13 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._orders.close()  # ends it
+        # To close the pipe is not enough: a worker that the training has forked meanwhile holds it open.
+        if error is None:
+            with suppress(OSError):  # it has ended already
+                self._put([_number(0)])
+        else:
+            self._process.kill()  # it may wait for the rest of a file
+        self._orders.close()
         self._answers.close()
         self._process.wait()
 

@@ -75,7 +75,7 @@ def checksum(path: bytes, buffer: memoryview) -> dict[str, object]:
 
 
 def main() -> int:
-    """Do what the pipe says until it ends; an answer with `errno` is the last one."""
+    """Do what the pipe says until it ends or a zero comes; an answer with `errno` is the last one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the training decides, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):  # not lower: an aborted run waits for it, beside loaders that take every core
