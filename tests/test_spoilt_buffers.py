@@ -214,6 +214,17 @@ def test_a_sum_that_overflows_is_no_alarm():
     assert watched(model, 4, spoil).incidents == ()
 
 
+def test_a_mask_of_the_lowest_numbers_is_no_alarm():
+    model = Odd()
+    lowest = torch.full((16, 16), torch.finfo(torch.float32).min)
+    model.register_buffer("causal", torch.triu(lowest, 1))  # adds up to -inf
+    sentinel = watched(model, 4, lambda _: None)
+    assert sentinel.incidents == ()
+    assert sentinel._watch.run.health.small_buffers().isfinite()
+    model.causal[0, 0] = float("nan")
+    assert not sentinel._watch.run.health.small_buffers().isfinite()
+
+
 def test_what_a_warning_let_through_is_not_warned_of_in_every_step(tmp_path):
     _, sentinel = train([NanCallback(**SELDOM, action="warn")], tmp_path)
     assert [one.step for one in sentinel.incidents] == [BAD]

@@ -96,7 +96,7 @@ class NanCallback(Detector):
         return not self._buffers_due(step) and not (self._eps is not None and self._eps.suspected())
 
     def glimpse(self, step: int) -> Tensor | None:
-        """Return a sum over the small buffers: what the forward pass has done to the statistics."""
+        """Return a number for the small buffers: what the forward pass has done to the statistics."""
         run = self._run
         return None if run is None else run.health.small_buffers()
 

@@ -122,8 +122,9 @@ class StateHealth:
     def small_buffers(self) -> Tensor | None:
         """Return a number that is not finite if an element of a small buffer is, None if there is none.
 
-        0-dim; two launches and no wait, so that it goes with every step: the sum of up to 2^20 elements, of
-        the dense buffers of up to 16,384 each that must be finite. It is not finite either if it overflows.
+        0-dim; three launches and no wait, so that it goes with every step: over up to 2^20 elements, of the
+        dense buffers of up to 16,384 each that must be finite. What is finite adds up to 0, not to its sum,
+        which overflows where a mask is made of the lowest number there is.
         """
         if self._small_of != self._buffers.generation:
             self._small = list(self._find_small())
@@ -138,7 +139,7 @@ class StateHealth:
         if not flat:
             return None
         together = torch.cat(flat)
-        return together.sum(dtype=torch.float32 if together.dtype.itemsize == 2 else None)
+        return together.mul_(0.0).sum(dtype=torch.float32 if together.dtype.itemsize == 2 else None)
 
     def set_aside(self, names: Iterable[str]) -> None:
         """Hear that these buffers are not finite, and will not become so: `small_buffers` leaves them out."""
