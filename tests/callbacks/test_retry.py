@@ -866,6 +866,116 @@ def test_a_spike_that_cannot_be_computed_again_is_made_as_it_is(forward, said, t
     assert differences(without.random, checked.random) == []
 
 
+@pytest.mark.parametrize("feature", ["plain", "scaler"])
+def test_what_a_second_computation_overflows_in_is_not_held_against_the_step(feature, tmp_path):
+    """The scaler must not drop the loop's step for an overflow that only the second computation had."""
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        weight = next(model.parameters())
+        return (
+            model(batch["x"]).square().mean() + (weight * 0).sqrt().sum()
+        )  # finite, with gradients that are not
+
+    settings = {**FEATURES[feature]}
+    only_told = [NanCallback(), SpikeCallback(recheck=False), Retry()]
+    without = spiking(tmp_path / "without", transient=False, callbacks=only_told, **settings)
+    checked = spiking(tmp_path / "checked", transient=False, forward=forward, **settings)
+    assert checked.outcomes == [(SPIKE_AT, "reported")]
+    assert "that was another fault" in checked.sentinel.incidents[0].recovery
+    assert differences(weights_of(without), weights_of(checked)) == []
+    assert checked.sentinel.applied_steps == without.sentinel.applied_steps
+
+
+class Remembering(nn.Module):
+    """Has all that a forward pass may leave behind, and a parameter that the loop does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.spare = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.temperature, self.hidden, self.total = 1.0, torch.zeros(4), torch.zeros(())
+        self.seen: list[float] = []
+        self.by_size: dict[int, int] = {}
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("meta", torch.empty(3, device="meta"))
+        self.register_buffer("complex", torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("cached", None)
+        self.register_buffer("as_long_as_the_batch", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.temperature *= 0.99
+        self.total += 1
+        self.seen.append(self.temperature)
+        self.by_size[len(x)] = self.by_size.get(len(x), 0) + 1
+        out = self.norm(self.layer(x)) / self.temperature + self.hidden
+        self.hidden = out.mean(0).detach() * 0.1
+        self.cached = x.clone()
+        self.as_long_as_the_batch = x[:, 0].clone()
+        return nn.functional.dropout(out, 0.2)
+
+    def left(self) -> list[Any]:
+        own = [self.temperature, self.hidden, self.total, list(self.seen), dict(self.by_size)]
+        return [*own, self.cached, self.as_long_as_the_batch, *self.norm.buffers(), *self.parameters()]
+
+
+@pytest.mark.parametrize("forward", ["the same", "fails late", "another parameter"])
+def test_a_spike_that_stands_leaves_what_modules_remember_as_the_loop_left_it(forward, tmp_path):
+    def life(folder: str, *, recheck: bool) -> tuple[list[Any], Sentinel]:
+        torch.manual_seed(0)
+        model = Remembering()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        batches = [(torch.randn(4 + number % 2, 4), torch.randn(4 + number % 2, 4)) for number in range(40)]
+        batches[34][1].mul_(12)
+        made: list[Any] = []
+        used: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *_: used.append(model.layer.weight.grad))
+
+        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+            return (model(batch[0]) - batch[1]).square().mean()
+
+        def again(model: nn.Module, batch: Any) -> Tensor:
+            loss = loss_of(model, batch)
+            if forward == "fails late":
+                raise RuntimeError("not twice")
+            return loss + 1e-3 * model.spare(batch[0]).sum() if forward == "another parameter" else loss
+
+        callbacks = [NanCallback(), SpikeCallback(recheck=recheck), Retry()]
+        run_dir = tmp_path / folder
+        with Sentinel(model, optimizer, callbacks=callbacks, run_dir=run_dir, forward=again) as sentinel:
+            for batch in sentinel.steps(batches):
+                sentinel.backward(loss_of(model, batch))
+                made.append(model.layer.weight.grad)
+                sentinel.step()
+        assert all(one is other for one, other in zip(made, used, strict=True))
+        return model.left(), sentinel
+
+    expected, _ = life("told", recheck=False)
+    left, sentinel = life("checked", recheck=True)
+    assert [(one.step, one.outcome) for one in sentinel.incidents] == [(34, Outcome.REPORTED)]
+    assert "made as it is" in sentinel.incidents[0].recovery
+    assert differences(dict(enumerate(left)), dict(enumerate(expected))) == []
+
+
+def test_an_explosion_that_is_only_a_little_smaller_the_second_time_is_no_transient_fault(tmp_path):
+    """As with a temperature that falls with each forward pass."""
+    passes = []
+
+    def shrinking(run: Training) -> Callable[[nn.Module, Any], Tensor]:
+        def forward(_: nn.Module, batch: Any) -> Tensor:
+            passes.append(1)
+            return run.loss(batch) * 1e7 * 0.98 ** len(passes)
+
+        return forward
+
+    run = build(max_norm=0.5)
+    callbacks = [NanCallback(), SpikeCallback(), Retry()]
+    with run.sentinel(callbacks, forward=shrinking(run), run_dir=tmp_path) as sentinel:
+        for number, batch in enumerate(sentinel.steps(make_batches(SPIKE_AT + 3))):
+            sentinel.backward(run.loss(batch) * (1e7 if number == SPIKE_AT else 1.0))
+            sentinel.step(max_norm=0.5)
+    assert [(one.step, one.outcome) for one in sentinel.incidents] == [(SPIKE_AT, Outcome.SKIPPED)]
+    assert "computed again, the step fails again: the fault is not transient" in sentinel.incidents[0].notes
+
+
 def test_what_stays_outside_is_computed_again_only_once(tmp_path):
     retry = Retry()
     later = range(SPIKE_AT, SPIKE_AT + 5)
