@@ -156,7 +156,9 @@ class Retry(Recomputing, Detector):
             if again.overflow and self._is_scalers(incident, run):
                 return self._leave_to_scaler(run)
             same = run.consensus.all_of(close_marks(before, again.marks))
-            if again.finite and (incident.kind in NONFINITE or incident.can_be_undone or not same):
+            fault = incident.kind in NONFINITE or incident.can_be_undone
+            usual = run.consensus.all_of(not _unusual(again, incident, run))
+            if again.finite and (fault or (usual and not same)):
                 return self._use(again, attempt, incident, run)
             if again.finite:
                 run.undo_step()  # as large as before: nobody may step with it
@@ -287,12 +289,9 @@ def _doubt(again: Recomputed, incident: Incident, run: Run) -> str:
     The loop's own gradients could be used as well, so this one has to be as usual, and has to be shown to
     compute what the loop does: by the same loss, or by the same operators.
     """
-    signals = incident.details.get("signals") or {}
-    mine = any(place.rank == run.rank.rank for place in incident.ranks)
-    seen = {"grad_norm": again.grad_norm, **({"loss": again.loss} if mine else {})}
-    for name, value in seen.items():
-        if name in signals and value is not None and not value <= float(signals[name]["bound"]):
-            return f"computed again it is far from usual, too: a {WORDS[name]} of {value:.4g}"
+    unusual = _unusual(again, incident, run)
+    if unusual:
+        return unusual
     if not _other_losses_here(again, run) or hasattr(run.host, "compute_again"):
         return ""
     if str(getattr(run.forward, "__module__", "")).startswith("gradsentinel."):
@@ -301,6 +300,17 @@ def _doubt(again: Recomputed, incident: Incident, run: Run) -> str:
         return "the loop did not show its loss (sentinel.backward(loss)): it may compute more than forward="
     what = difference(graph_of(run.scene.graph[1]), graph_of(again.node))
     return f"the loop ran other operators than forward= ({what})" if what else ""
+
+
+def _unusual(again: Recomputed, incident: Incident, run: Run) -> str:
+    """Return by what a spike is still there when it is computed again; empty if by nothing on this rank."""
+    signals = incident.details.get("signals") or {}
+    mine = any(place.rank == run.rank.rank for place in incident.ranks)
+    seen = {"grad_norm": again.grad_norm, **({"loss": again.loss} if mine else {})}
+    for name, value in seen.items():
+        if name in signals and value is not None and not value <= float(signals[name]["bound"]):
+            return f"computed again it is far from usual, too: a {WORDS[name]} of {value:.4g}"
+    return ""
 
 
 def _as_it_is(message: str) -> Recovery:
