@@ -1,12 +1,17 @@
 """What else than a failing device may have damaged a forward pass, looked for piece by piece."""
 
+import weakref
+from array import array
+
+import numpy as np
 import pytest
 import torch
 from failures import normal
-from failures_outside import perceptron, struck
+from failures_outside import divided, perceptron, struck
 from torch import nn
 
 from gradsentinel import NanCallback, Sentinel
+from gradsentinel.again.generators import own_generators
 from gradsentinel.diagnosis.graph import difference, graph_of
 from gradsentinel.diagnosis.surroundings import Surroundings
 from gradsentinel.faults.damage import damage
@@ -120,3 +125,64 @@ def test_objects_that_cannot_be_looked_into_do_no_harm(sentinel):
 
     around = Surroundings(sentinel(perceptron(), forward)._watch.run)
     assert around.changed() == []
+
+
+def test_what_is_gone_or_too_long_to_be_put_in_words_does_no_harm(sentinel):
+    owner, model = Forgotten(), perceptron()
+    gone = model.owner = weakref.proxy(owner)
+    model.length = 10**5000
+    del owner
+
+    def forward(model, x):
+        return loss_of(model, x) * (0 if gone is None else 1)
+
+    run = sentinel(model, forward)._watch.run
+    around = Surroundings(run)
+    assert around.changed() == []
+    assert list(around.tensors()) == []
+    assert own_generators(run) == []
+
+
+class Forgotten:
+    """Is gone before anybody looks."""
+
+
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [
+        (np.zeros(3), lambda held: held.fill(1)),
+        (bytearray(3), lambda held: held.__setitem__(0, 1)),
+        (array("d", [0.0]), lambda held: held.__setitem__(0, 1.0)),
+        (list(range(5000)), lambda held: held.append(1)),
+        (dict.fromkeys(range(5000)), lambda held: held.update(one=1)),
+        (set(range(5000)), lambda held: held.add(-1)),
+    ],
+    ids=["array of numpy", "bytes", "array", "long list", "large dictionary", "large set"],
+)
+def test_a_change_of_what_the_forward_pass_reads_is_seen(held, change, sentinel):
+    def forward(model, x):
+        return loss_of(model, x) * (0 if held is None else 1)
+
+    around = Surroundings(sentinel(perceptron(), forward)._watch.run)
+    assert around.changed() == []
+    change(held)
+    assert around.changed() == ["held"]
+    assert around.drawn() == []
+
+
+def test_an_array_that_is_written_alike_in_each_pass_explains_it_too(sentinel_for):
+    divisor = np.zeros(1)
+
+    def forward(model, x):
+        found = divided(model, x, float(divisor[0]))
+        divisor.fill(1)
+        return found
+
+    model = perceptron()
+    watched = sentinel_for(model, forward, NanCallback())
+    for batch in watched.steps([normal()]):
+        watched.backward(forward(model, batch))
+        watched.step()
+    found = watched.incidents[0].diagnosis
+    assert found.cause == "unknown"
+    assert "changes divisor" in found.evidence[0]

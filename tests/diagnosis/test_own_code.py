@@ -1,6 +1,8 @@
 """What is read off the source of the user's functions: what they write to that a replay cannot put back."""
 
 import inspect
+import linecache
+import operator
 import weakref
 
 import numpy as np
@@ -12,6 +14,7 @@ from gradsentinel.diagnosis.loop_code import LoopCode
 from gradsentinel.diagnosis.own_code import assigned_in_turns, containers_written, writes_beside_autograd
 
 CACHE, ORDER, TENSOR = {}, [], torch.zeros(3)
+ARRAY, RAW = np.zeros(3), bytearray(3)
 
 
 class Owner:
@@ -44,6 +47,10 @@ def alias_of_an_element(x):
     found.append(x)
 
 
+def writes_to_bytes(x):
+    memoryview(RAW)[0] = x
+
+
 def keeps_for_itself(x):
     found, rows = {}, []
     found["x"] = x
@@ -66,6 +73,13 @@ def keeps_for_itself(x):
         (takes, {"CACHE"}),
         (alias_of_an_element, {"found"}),
         (keeps_for_itself, set()),
+        (lambda x: ARRAY.fill(x), {"ARRAY"}),  # noqa: PLW0108 - as below
+        (lambda x: np.copyto(ARRAY[1:], x), {"ARRAY"}),
+        (lambda x: np.add(x, 1, out=ARRAY), {"ARRAY"}),
+        (lambda x: TENSOR.data.fill_(x + 1), {"TENSOR"}),
+        (lambda x: TENSOR[1:].numpy().fill(x), {"TENSOR"}),
+        (writes_to_bytes, {"RAW"}),
+        (lambda x: torch.add(x, np.sort(x)), set()),
         (lambda x: ORDER.append(x), {"ORDER"}),  # noqa: PLW0108 - a lambda is what is read
     ],
 )
@@ -108,6 +122,30 @@ def without_graph(h):
         h[0] = 1
 
 
+def by_another_storage(h):
+    h.data = torch.where(h > 0, h, 0)
+
+
+def by_the_name_of_an_attribute(h):
+    setattr(h, "data", torch.where(h > 0, h, 0))  # noqa: B010 - the very thing
+
+
+def by_the_method_of_the_class(h):
+    torch.Tensor.fill_(h.detach()[0], 1)
+
+
+def by_the_method_behind_an_operator(h):
+    h.detach().__setitem__(0, 1)
+
+
+def by_a_function_for_an_operator(h):
+    operator.setitem(h.detach(), 0, 1)
+
+
+def many_at_once(h):
+    torch._foreach_mul_([h.detach()[0]], 2)
+
+
 @torch.no_grad()
 def decorated(h):
     h.mul_(2)
@@ -124,6 +162,12 @@ def decorated(h):
         copied_to,
         out_of_sight,
         without_graph,
+        by_another_storage,
+        by_the_name_of_an_attribute,
+        by_the_method_of_the_class,
+        by_the_method_behind_an_operator,
+        by_a_function_for_an_operator,
+        many_at_once,
         decorated,
     ],
 )
@@ -165,7 +209,14 @@ def only_reads(h):
     return h.detach().numpy()[0], h.data.sum()
 
 
-@pytest.mark.parametrize("function", [averages, counts, on_a_copy, with_graph, only_reads])
+class Dataset:
+    def keeps_its_data(self, rows):
+        self.data = rows
+
+
+@pytest.mark.parametrize(
+    "function", [averages, counts, on_a_copy, with_graph, only_reads, Dataset.keeps_its_data]
+)
 def test_what_touches_no_activation_or_is_seen_by_autograd(function):
     assert writes_beside_autograd(function.__code__) == []
 
@@ -192,13 +243,65 @@ def test_what_a_loop_changes_from_turn_to_turn():
     assert assigned_in_turns(changes.__code__, every=True) == {".before", ".rate", "CACHE"}
 
 
-def test_code_without_a_source_says_nothing():
+def test_code_without_a_source_is_known_by_its_names():
     scope = {}
-    exec("def made(h):\n    h.data[0] = 1", scope)  # noqa: S102 - what a notebook's lost cell is
+    exec(  # noqa: S102 - what a notebook's lost cell is
+        "def made(h):\n    h.data[0] = 1\n"
+        "def read(h):\n    return h.data.sum()\n"
+        "def other(h):\n    h[0] = 1\n",
+        scope,
+    )
     code = scope["made"].__code__
     assert containers_written(code) == set()
-    assert writes_beside_autograd(code) == []
     assert assigned_in_turns(code, every=True) == set()
+    assert writes_beside_autograd(code) == ["<string>:1"]
+    assert writes_beside_autograd(scope["read"].__code__) == []
+    assert writes_beside_autograd(scope["other"].__code__) == []
+
+
+def test_generated_code_that_nests_too_deep_to_be_put_in_words_is_no_error():
+    source = f"def made(h):\n    with block({' + '.join(['h'] * 950)}):\n        h.data[0] = 1\n"
+    linecache.cache["<generated>"] = (len(source), None, source.splitlines(keepends=True), "<generated>")
+    scope = {}
+    exec(compile(source, "<generated>", "exec"), scope)  # noqa: S102 - generated
+    assert writes_beside_autograd(scope["made"].__code__) == ["<generated>:3"]
+
+
+class Augment:
+    """Called by no name."""
+
+    def __call__(self, h):
+        h.data[1] = 1
+
+
+def test_objects_that_a_loop_calls_belong_to_it():
+    def loop(h, augment):
+        augment(h)
+        return LoopCode([])
+
+    line = Augment.__call__.__code__.co_firstlineno + 1
+    assert loop(torch.ones(2), Augment()).hidden_writes() == [f"test_own_code.py:{line}"]
+
+
+def test_a_function_made_by_exec_belongs_to_the_loop():
+    scope = {}
+    exec("def made(h):\n    h.data[0] = 1\n", scope)  # noqa: S102 - as above
+    made = scope["made"]
+
+    def loop(h):
+        made(h)
+        return LoopCode([])
+
+    assert loop(torch.ones(2)).hidden_writes() == ["<string>:1"]
+
+
+def test_what_cannot_be_asked_what_it_is_is_left_alone():
+    def loop():
+        gone = weakref.proxy(nn.Identity())
+        code = LoopCode([])
+        return code, gone
+
+    assert loop()[0].hidden_writes() == []
 
 
 def test_the_loop_is_what_is_running_and_what_it_calls():

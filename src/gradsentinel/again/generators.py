@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradsentinel.measures.inspection import answers
 from gradsentinel.run import Run
 
 _MOST_FUNCTIONS = 32
@@ -59,7 +60,7 @@ def own_generators(run: Run) -> list[OwnGenerator]:
 
     That goes for the functions of the same file that it calls, too.
     """
-    found = {id(value): value for value in _held(run) if _is_generator(value)}
+    found = {id(value): value for value in _held(run) if answers(value) and _is_generator(value)}
     return [OwnGenerator(generator) for generator in found.values()]
 
 
@@ -76,7 +77,8 @@ def _held(run: Run) -> Iterator[Any]:
         seen.add(id(function))
         for value in _named_in(function):
             yield value
-            if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            of_a_function = answers(value) and isinstance(value, FunctionType)
+            if of_a_function and value.__module__ == function.__module__:
                 functions += [value] * (id(value) not in seen)
 
 

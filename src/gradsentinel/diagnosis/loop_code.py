@@ -11,16 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
+from gradsentinel.diagnosis.code_tree import codes
 from gradsentinel.diagnosis.own_code import (
     assigned_in_turns,
-    codes,
     is_own,
     is_own_code,
     writes_beside_autograd,
 )
 from gradsentinel.diagnosis.surroundings import Methods, names_outside
+from gradsentinel.measures.inspection import answers
 
 _MOST_FRAMES = 8
+_UNNAMED = frozenset({"__call__", "__enter__", "__exit__"})
+"""Methods that no code names where it calls them."""
 _FRAME_AND_US = 3
 """References to a frame's dictionary: the frame's, ours, and that of the one who counts."""
 
@@ -44,8 +47,12 @@ class LoopCode:
             names, known_by = _loaded(code), {**frame.f_globals, **values}
             named = [known_by[name] for name in names & known_by.keys()]
             methods = Methods({type(value) for value in named if is_own(type(value))})
-            start = [value for value in named if isinstance(value, types.FunctionType) and is_own(value)]
-            start += methods.called(names)
+            start = [
+                value
+                for value in named
+                if answers(value) and isinstance(value, types.FunctionType) and is_own(value)
+            ]
+            start += methods.called(names | _UNNAMED)
             for _ in names_outside(start, methods, reached):
                 pass
         running = {code for code, _ in self._running}
@@ -95,7 +102,7 @@ def _values_of(frame: types.FrameType) -> dict[str, Any]:
     the step, for as long as the loop runs. Where somebody else holds it, it is theirs.
     """
     held = frame.f_locals
-    values = dict(held)
+    values = {name: value for name, value in held.items() if answers(value)}
     own = frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(held) is dict
     if own and sys.getrefcount(held) <= _FRAME_AND_US:
         held.clear()
@@ -122,4 +129,6 @@ def _outer_values(function: types.FunctionType) -> Mapping[str, Any]:
         return {}
     values = {**found.globals, **found.nonlocals}
     # What a function finds outside, and without a graph, is no activation: a matrix of hits, say.
-    return {n: None if isinstance(v, Tensor) and v.grad_fn is None else v for n, v in values.items()}
+    return {
+        n: None if isinstance(v, Tensor) and v.grad_fn is None else v for n, v in values.items() if answers(v)
+    }

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 import builtins
-import linecache
 import re
 import sys
 import types
 from collections.abc import Collection, Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+
+from gradsentinel.diagnosis.code_tree import codes, in_words, node_of, stores_to_items
 
 _FRAMEWORKS = frozenset(
     {"accelerate", "deepspeed", "gradsentinel", "lightning", "megatron", "numpy", "peft"}
@@ -21,10 +21,11 @@ _FRAMEWORKS = frozenset(
 )
 _NOT_OURS = (sys.stdlib_module_names | _FRAMEWORKS) - {"__main__", "random"}
 _CHANGES = frozenset(
-    {"add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem"}
-    | {"popleft", "put", "remove", "rotate", "setdefault", "sort", "reverse", "update"}
+    {"__delitem__", "__setitem__", "add", "append", "appendleft", "clear", "discard", "extend", "extendleft"}
+    | {"fill", "frombytes", "insert", "itemset", "pop", "popitem", "popleft", "put", "remove", "rotate"}
+    | {"setdefault", "sort", "reverse", "update"}
 )
-"""Methods that change a container."""
+"""Methods that change a container or an array."""
 _LOOKS_INTO = frozenset({"get", "setdefault", "__getitem__"})
 """Methods that hand out what a container holds."""
 _SAME_MEMORY = frozenset({"T", "data", "grad", "imag", "mT", "real"})
@@ -35,15 +36,18 @@ _SHARE = frozenset(
     {"as_strided", "as_tensor", "asanyarray", "asarray", "from_dlpack", "from_numpy", "memoryview"}
 )
 """Functions whose result has the memory of their first argument."""
-_FILL_THEIR_FIRST = frozenset({"copyto", "fill_diagonal", "place", "put", "putmask"})
-"""NumPy's functions that write to their first argument."""
+_FILL_THEIR_FIRST = frozenset({"copyto", "fill_diagonal", "place", "put", "putmask", "setitem"})
+"""Functions of NumPy and others that write to their first argument."""
+_LIBRARIES = frozenset(
+    {"F", "Tensor", "functional", "init", "math", "nn", "np", "numpy", "operator", "torch"}
+)
+"""What is called by these names changes what it is given, if anything: `torch.add` fills no container."""
 _COPIES = frozenset({"clone", "copy", "item", "new_tensor", "tolist"})
 _MAKES = re.compile(r"^(torch|np|numpy|math)\.|^(dict|list|set|int|float|defaultdict|Counter|deque)\b")
 _OF_THE_STATE = re.compile("param|state_dict|buffer|shadow|ema", re.IGNORECASE)
 """A loop over those keeps averages, or initialises: no activations."""
+_NO_GRAPHS = frozenset({"data", "inference_mode", "no_grad", "set_grad_enabled"})
 _NO_GRAPH = re.compile(r"\b(no_grad|inference_mode|set_grad_enabled)\b")
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def is_own_code(code: types.CodeType, package: str) -> bool:
@@ -54,7 +58,9 @@ def is_own_code(code: types.CodeType, package: str) -> bool:
 
 def is_own(value: Any) -> bool:
     """Return True for what the user wrote: not of torch, a known framework or the standard library."""
-    return top_of(value) not in _NOT_OURS
+    top = top_of(value)
+    # A function that `exec` made in a scope of no name is said to be of the builtins, which hold none.
+    return top not in _NOT_OURS or (top == "builtins" and isinstance(value, types.FunctionType))
 
 
 def top_of(value: Any) -> str:
@@ -67,14 +73,6 @@ def top_of(value: Any) -> str:
     return module.partition(".")[0]
 
 
-def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code, and that of the functions inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes(constant)
-
-
 # -- what outlives a call ----------------------------------------------------------------------------
 
 
@@ -83,7 +81,7 @@ def containers_written(code: types.CodeType) -> set[str]:
 
     A cache that is filled only once holds the same the second time: no value shows that, the code does.
     """
-    node = _node_of(code)
+    node = node_of(code)
     if node is None:
         return set()
     local = {name for part in codes(code) for name in (*part.co_varnames, *part.co_cellvars)}
@@ -92,7 +90,7 @@ def containers_written(code: types.CodeType) -> set[str]:
     for part in ast.walk(node):
         for target in _targets(part):
             if isinstance(target, ast.Subscript) and outside.is_outside(target.value):
-                found.add(_last_name(target.value))
+                found.add(_last_name(_holder(target.value)))
         if isinstance(part, ast.Call):
             found |= outside.changed_by(part)
     return found
@@ -122,19 +120,27 @@ class _Outside:
         if isinstance(expression, ast.Subscript):
             return self.is_outside(expression.value)
         called = expression.func if isinstance(expression, ast.Call) else None
+        if isinstance(expression, ast.Call) and _last_name(expression.func) in _SHARE and expression.args:
+            return self.is_outside(expression.args[0])
         if isinstance(called, ast.Attribute):
-            return called.attr in _LOOKS_INTO and self.is_outside(called.value)
+            return called.attr in _LOOKS_INTO | _DETOURS and self.is_outside(called.value)
         return isinstance(called, ast.Name) and called.id in ("globals", "vars")
 
     def changed_by(self, call: ast.Call) -> set[str]:
-        """Return the name of what a call changes that outlives it."""
+        """Return the names of what a call changes that outlives it."""
         called = call.func
-        if isinstance(called, ast.Attribute) and called.attr in _CHANGES and self.is_outside(called.value):
-            return {_last_name(called.value)}
         if isinstance(called, ast.Name) and called.id == "setattr" and len(call.args) > 1:
             name = call.args[1]
             return {str(name.value) if isinstance(name, ast.Constant) else _last_name(call.args[0])}
-        return set()
+        written = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
+        written += call.args[:1] if _last_name(called) in _FILL_THEIR_FIRST else []
+        # A tensor's own version tells what is written to it, unless that goes through another one.
+        if isinstance(called, ast.Attribute) and (
+            (called.attr in _CHANGES and _root(called) not in _LIBRARIES)
+            or (_is_in_place(called) and _takes_a_detour(called.value))
+        ):
+            written.append(called.value)
+        return {_last_name(_holder(expression)) for expression in written if self.is_outside(expression)}
 
 
 def assigned_in_turns(
@@ -149,7 +155,7 @@ def assigned_in_turns(
         every: True to take in what it assigns outside of its own loops: it is called by one.
         known: functions that are left out where it defines them.
     """
-    node = _node_of(code)
+    node = node_of(code)
     if node is None:
         return set()
     loops = (ast.For, ast.AsyncFor, ast.While)
@@ -189,14 +195,15 @@ def writes_beside_autograd(
         values: what its names stand for, as far as known.
         known: functions that are left out where it defines them.
     """
-    node = _node_of(code)
-    if node is None:
-        return []
+    node = node_of(code)
+    place = Path(code.co_filename).name
+    if node is None:  # no form shows what is written; names do, and that something is
+        return [f"{place}:{code.co_firstlineno}"] * stores_to_items(code, _DETOURS | _SHARE | _NO_GRAPHS)
     beside = _Beside(node, values or {})
     left_out = _inside_of(known, code)
     parts = (part for part in _statements(node) if id(part) not in left_out)
     lines = sorted({part.lineno for part in parts if beside.writes(part)})
-    return [f"{Path(code.co_filename).name}:{line}" for line in lines]
+    return [f"{place}:{line}" for line in lines]
 
 
 class _Beside:
@@ -210,7 +217,7 @@ class _Beside:
             if _has_no_graph(part):
                 self._without |= {id(inner) for inner in ast.walk(part)}
             over = part.iter if isinstance(part, (ast.For, ast.comprehension)) else None
-            if over is not None and _OF_THE_STATE.search(ast.unparse(over)):
+            if over is not None and _OF_THE_STATE.search(in_words(over)):
                 self._made |= {n.id for n in ast.walk(part.target) if isinstance(n, ast.Name)}  # type: ignore[attr-defined]
             value = getattr(part, "value", None)
             if isinstance(part, (ast.Assign, ast.AnnAssign)) and value is not None:
@@ -220,15 +227,15 @@ class _Beside:
 
     def writes(self, part: ast.AST) -> bool:
         """Return True if a statement or call writes to a tensor that it has not made, without a graph."""
-        written = [t.value for t in _targets(part) if isinstance(t, ast.Subscript)]
+        targets = _targets(part)
+        written = [t.value for t in targets if isinstance(t, ast.Subscript)]
+        written += [
+            t for t in targets if isinstance(t, ast.Attribute) and t.attr == "data" and not _is_self(t)
+        ]
         if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
             written.append(part.target)
-        called = part.func if isinstance(part, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr.endswith("_") and not called.attr.endswith("__"):
-            written.append(called.value)
         if isinstance(part, ast.Call):
-            written += [keyword.value for keyword in part.keywords if keyword.arg == "out"]
-            written += part.args[:1] if _last_name(part.func) in _FILL_THEIR_FIRST else []
+            written += _written_by(part)
         return any(self._counts(expression, part) for expression in written)
 
     def _counts(self, expression: ast.expr, part: ast.AST) -> bool:
@@ -247,6 +254,29 @@ class _Beside:
         return not isinstance(value, nn.Parameter) and (
             isinstance(value, (Tensor, nn.Module)) or type(value).__module__.startswith("numpy")
         )
+
+
+def _written_by(call: ast.Call) -> list[ast.expr]:
+    """What a call writes to, by the name of its function: `x.add_(1)`, `torch.Tensor.add_(x, 1)`."""
+    called, first = call.func, call.args[:1]
+    written = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
+    if isinstance(called, ast.Attribute) and (_is_in_place(called) or called.attr == "__setitem__"):
+        written += first if _root(called) in _LIBRARIES else [called.value]
+    if _last_name(called) in _FILL_THEIR_FIRST:
+        written += first
+    if isinstance(called, ast.Name) and called.id == "setattr" and len(call.args) > 1:
+        data = isinstance(call.args[1], ast.Constant) and call.args[1].value == "data"
+        written += [ast.Attribute(call.args[0], "data", ast.Store())] if data else []
+    return [x for one in written for x in (one.elts if isinstance(one, (ast.List, ast.Tuple)) else [one])]
+
+
+def _is_in_place(called: ast.Attribute) -> bool:
+    return called.attr.endswith("_") and not called.attr.endswith("__")
+
+
+def _is_self(target: ast.Attribute) -> bool:
+    """True for `self.data = batch`, an attribute of the user's."""
+    return isinstance(target.value, ast.Name) and target.value.id == "self"
 
 
 def _reaches_into_an_object(expression: ast.expr) -> bool:
@@ -285,7 +315,7 @@ def _is_made(value: ast.expr) -> bool:
     called = value.func
     if _last_name(called) in _SHARE:
         return False
-    return bool(_MAKES.match(ast.unparse(called))) or (
+    return bool(_MAKES.match(in_words(called))) or (
         isinstance(called, ast.Attribute) and called.attr in _COPIES
     )
 
@@ -297,7 +327,7 @@ def _has_no_graph(part: ast.AST) -> bool:
         by = [item.context_expr for item in part.items]
     elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
         by = part.decorator_list
-    return any(_NO_GRAPH.search(ast.unparse(expression)) for expression in by)
+    return any(_NO_GRAPH.search(in_words(expression)) for expression in by)
 
 
 # -- source ------------------------------------------------------------------------------------------
@@ -309,7 +339,7 @@ def _statements(node: ast.AST) -> Iterator[Any]:
 
 def _inside_of(known: Collection[types.CodeType], code: types.CodeType) -> set[int]:
     """The ids of what belongs to some functions, of those that one function defines."""
-    nodes = (_node_of(inner) for inner in codes(code) if inner is not code and inner in known)
+    nodes = (node_of(inner) for inner in codes(code) if inner is not code and inner in known)
     return {id(part) for node in nodes if node is not None for part in ast.walk(node)}
 
 
@@ -325,6 +355,22 @@ def _targets(part: ast.AST) -> list[ast.expr]:
         for target in found
         for leaf in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
     ]
+
+
+def _holder(expression: ast.AST) -> ast.AST:
+    """Return what memory belongs to: `kept` of `kept[0].data` and of `np.asarray(kept)`."""
+    while True:
+        called = expression.func if isinstance(expression, ast.Call) else None
+        if isinstance(expression, ast.Subscript) or (
+            isinstance(expression, ast.Attribute) and expression.attr in _SAME_MEMORY
+        ):
+            expression = expression.value
+        elif isinstance(expression, ast.Call) and _last_name(expression.func) in _SHARE and expression.args:
+            expression = expression.args[0]
+        elif isinstance(called, ast.Attribute) and called.attr in _LOOKS_INTO | _DETOURS:
+            expression = called.value
+        else:
+            return expression
 
 
 def _root(expression: ast.AST) -> str | None:
@@ -348,28 +394,3 @@ def _last_name(expression: ast.AST) -> str:
         expression = expression.func  # what `cache.setdefault(key, [])` hands out is a part of it
     inside = getattr(expression, "value", None) or getattr(expression, "func", None)
     return "a container" if inside is None else _last_name(inside)
-
-
-def _node_of(code: types.CodeType) -> ast.AST | None:
-    """Return the function's place in its source; None if there is no source."""
-    tree = _tree(code.co_filename)
-    if tree is None:
-        return None
-    if code.co_name == "<module>":
-        inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        return ast.Module([part for part in tree.body if not isinstance(part, inner)], [])
-    for node in ast.walk(tree):
-        if not isinstance(node, _Function) or getattr(node, "name", "<lambda>") != code.co_name:
-            continue
-        decorators = getattr(node, "decorator_list", [])
-        if min([node.lineno, *(d.lineno for d in decorators)]) == code.co_firstlineno:
-            return node
-    return None
-
-
-@lru_cache(maxsize=64)
-def _tree(filename: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError):
-        return None

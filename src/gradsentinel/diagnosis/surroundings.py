@@ -6,26 +6,34 @@ import dis
 import inspect
 import random
 import types
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradsentinel.diagnosis.belongings import has_memory
-from gradsentinel.diagnosis.own_code import codes, containers_written, is_own, top_of
-from gradsentinel.measures.inspection import readable
+from gradsentinel.diagnosis.code_tree import codes
+from gradsentinel.diagnosis.own_code import containers_written, is_own, top_of
+from gradsentinel.measures.inspection import answers, readable
 from gradsentinel.run import Run
 
 _MOST_FUNCTIONS = 256
 _MOST_VALUES = 4096
 _DEEPEST = 5
 _SMALL = 1 << 10
-"""Elements up to which the values of a tensor or an array are compared; beyond, its version."""
+"""Elements of a container that are looked into, and of a tensor that are compared; beyond, its version."""
+_LARGE = 1 << 20
+"""Bytes of an array up to which a checksum tells whether it is the same."""
 _CLOCKS = frozenset({"time", "datetime"})
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_SIZED = (Mapping, list, tuple, deque, set, frozenset)
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
@@ -47,6 +55,8 @@ class Surroundings:
         self.functions: list[types.FunctionType] = []
         """The user's own functions that a forward pass may run."""
         for name, value in _named(run, self.functions):
+            if not answers(value):
+                continue
             if isinstance(value, nn.Module):
                 self._foreign.setdefault(name, value)
             elif not _counts(value):
@@ -107,7 +117,7 @@ class Surroundings:
         for module in modules:
             held = vars(module)
             names -= {name for name in names & held.keys() if _is_activation(held[name])}
-            names -= module._buffers.keys()  # every replay begins with those of the step
+            names -= module._buffers.keys() | module._parameters.keys()  # a replay begins with the step's
         return sorted(names)
 
     def _marks(self) -> dict[str, Any]:
@@ -115,7 +125,7 @@ class Surroundings:
         marks = {name: mark.of(value) for name, value in self._values.items()}
         for path, module in self._modules():
             for name, value in vars(module).items():
-                if name not in _OF_MODULES and not isinstance(value, nn.Module):
+                if name not in _OF_MODULES and answers(value) and not isinstance(value, nn.Module):
                     marks[f"{path}.{name}"] = mark.of(value)
         return marks
 
@@ -171,6 +181,8 @@ def names_outside(
         else:  # an object with __call__, say
             found = [(type(function).__name__, function)]
         for name, value in found:
+            if not answers(value):
+                continue
             if isinstance(value, types.FunctionType):
                 functions += [value] * is_own(value)
             else:
@@ -228,7 +240,7 @@ def _outside(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         found = inspect.getclosurevars(function)
         for name, value in {**found.globals, **found.nonlocals}.items():
             yield name, value
-            if isinstance(value, types.ModuleType) and is_own(value):
+            if answers(value) and isinstance(value, types.ModuleType) and is_own(value):
                 inside = set(function.__code__.co_names) & vars(value).keys()
                 yield from ((f"{name}.{key}", vars(value)[key]) for key in inside)
     yield from ((f"{function.__name__}()", value) for value in function.__defaults__ or ())
@@ -275,27 +287,55 @@ class _Marks:
     def of(self, value: Any, depth: int = 0) -> Any:
         """Return something that differs if the value does, and that holds on to nothing large."""
         self._left -= 1
+        if type(value) in (bool, int, str, bytes):
+            return type(value).__name__, value  # no copy in words: an int may be too long for that
+        if not answers(value):
+            return id(value)
+        try:
+            mark = self._mark(value, depth)
+        except Exception:  # noqa: BLE001 - the user's own properties and reprs raise anything; its id is left
+            mark = None
+        return id(value) if mark is None else mark
+
+    def _mark(self, value: Any, depth: int) -> Any:
         if isinstance(value, _SCALARS):
             return repr(value)
-        drawn = _state_of_generator(value)
-        if drawn is not None:
-            return drawn
         if isinstance(value, Tensor):
             # One with a graph was put aside by the pass itself: no later pass can compute with it.
-            if _is_activation(value):
-                return "an activation"
-            return id(value), value._version, _content(value)
-        try:
-            inside = _inside(value) if depth < _DEEPEST and self._left > 0 else None
-        except Exception:  # noqa: BLE001 - the user's own properties and reprs raise anything; its id is left
-            inside = None
+            kept = not _is_activation(value)
+            return (id(value), value._version, _content(value)) if kept else "an activation"
+        mark = _state_of_generator(value)
+        memory = _memory_of(value) if mark is None else None
+        if memory is not None:
+            mark = id(value), zlib.crc32(memory)
+        look = mark is None and depth < _DEEPEST and self._left > 0
+        inside = _inside(value) if look else None
         if inside is None:
-            return id(value)
-        return type(value).__name__, tuple((key, self.of(held, depth + 1)) for key, held in inside)
+            return mark
+        size = len(value) if isinstance(value, _SIZED) else 0  # more than is looked into
+        return type(value).__name__, size, tuple((key, self.of(held, depth + 1)) for key, held in inside)
+
+
+def _content(tensor: Tensor) -> str:
+    small = readable(tensor) is None and has_memory(tensor) and tensor.numel() <= _SMALL
+    return repr(tensor.detach().flatten().tolist()) if small and tensor.layout is torch.strided else ""
+
+
+def _memory_of(value: Any) -> bytes | None:
+    """Return the bytes of an array or a buffer; None for what is neither, or too large."""
+    if isinstance(value, (array, bytearray, memoryview)):
+        read: Any = partial(bytes, value)
+    else:
+        read = getattr(value, "tobytes", None) if top_of(type(value)) == "numpy" else None
+    if read is None:
+        return None
+    size = getattr(value, "nbytes", None)
+    size = size if isinstance(size, int) else len(value) * getattr(value, "itemsize", 1)
+    return read() if size <= _LARGE else None
 
 
 def _tensors_in(name: str, value: Any, left: Iterator[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    if next(left, None) is None or isinstance(value, _SCALARS):
+    if next(left, None) is None or not answers(value) or isinstance(value, _SCALARS):
         return
     if isinstance(value, Tensor):
         yield name, value
@@ -307,19 +347,14 @@ def _tensors_in(name: str, value: Any, left: Iterator[int], depth: int = 0) -> I
         yield from _tensors_in(name, held, left, depth + 1)
 
 
-def _content(tensor: Tensor) -> str:
-    small = readable(tensor) is None and has_memory(tensor) and tensor.numel() <= _SMALL
-    return repr(tensor.detach().flatten().tolist()) if small and tensor.layout is torch.strided else ""
-
-
 def _inside(value: Any) -> Iterable[tuple[str, Any]] | None:
     """Return what a value holds; None for what is not looked into."""
     if isinstance(value, Mapping):
-        return [(repr(key), held) for key, held in list(value.items())[:_SMALL]]
+        return [(repr(key), held) for key, held in islice(value.items(), _SMALL)]
     if isinstance(value, (list, tuple, deque)):
-        return [("", held) for held in list(value)[:_SMALL]]
+        return [("", held) for held in islice(value, _SMALL)]
     if isinstance(value, (set, frozenset)):
-        return [(repr(sorted(map(repr, value))), None)]
+        return [(repr(sorted(map(repr, islice(value, _SMALL)))), None)]
     if isinstance(value, type):
         return [(name, held) for name, held in vars(value).items() if not name.startswith("__")]
     if isinstance(value, (types.FunctionType, types.ModuleType, nn.Module)) or not is_own(type(value)):
@@ -347,7 +382,4 @@ def _of_numpy(value: Any) -> Any:
     bits = getattr(value, "bit_generator", None)
     if bits is not None:
         return repr(bits.state)
-    if hasattr(value, "get_state"):
-        return repr(value.get_state())
-    size = getattr(value, "size", None)
-    return value.tobytes() if isinstance(size, int) and size <= _SMALL else id(value)
+    return repr(value.get_state()) if hasattr(value, "get_state") else None

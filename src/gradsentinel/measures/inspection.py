@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,15 @@ from gradsentinel.evidence import TensorEvidence
 
 _PACKED = frozenset(getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name))
 """Two numbers a byte, always finite; torch calls them floating point but has no arithmetic for them."""
+
+
+def answers(value: Any) -> bool:
+    """Return True if a value can be asked what it is: not a weak proxy, say, whose object is gone."""
+    try:
+        isinstance(value, Tensor)
+    except Exception:  # noqa: BLE001 - a proxy hands the question on, to whatever is behind it
+        return False
+    return True
 
 
 def local(tensor: Tensor) -> Tensor:
