@@ -38,10 +38,10 @@ def test_running_statistics_of_a_bad_batch(value, watch, drive, told, nonfinite)
 class Observed(nn.Module):
     """Statistics of the raw input in a branch that the loss does not depend on."""
 
-    def __init__(self, observer: nn.Module) -> None:
+    def __init__(self, observer: nn.Module, width: int = 4) -> None:
         super().__init__()
         self.observer = observer
-        self.lin = nn.Linear(4, 1)
+        self.lin = nn.Linear(width, 1)
 
     def forward(self, x):
         with torch.no_grad():
@@ -52,15 +52,17 @@ class Observed(nn.Module):
 class RunningMinimum(nn.Module):
     """Starts at inf, as min-max observers of quantisation do."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.register_buffer("least", torch.full((4,), torch.inf))
+        self.register_buffer("least", torch.full((width,), torch.inf))
 
     def forward(self, x):
         self.least = torch.minimum(self.least, x.amin(0))
 
 
-OBSERVERS = {"batch norm": lambda: nn.BatchNorm1d(4), "running minimum": RunningMinimum}
+OBSERVERS = {"batch norm": nn.BatchNorm1d, "running minimum": RunningMinimum}
+WIDE = 1 << 15
+"""So large a buffer is not looked at in every step."""
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
@@ -69,7 +71,7 @@ def test_buffer_poisoned_while_loss_and_gradients_are_fine(observer, watch, driv
 
     The look at the buffers before the step finds it; they are put back, and the step is dropped.
     """
-    model = Observed(OBSERVERS[observer]())
+    model = Observed(OBSERVERS[observer](4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sentinel = watch(model, optimizer, NanCallback(), Rollback(every=1, confirm_after=0))
     drive(sentinel, poisoned(5, 3, torch.nan), squared(model))
@@ -82,7 +84,7 @@ def test_buffer_poisoned_while_loss_and_gradients_are_fine(observer, watch, driv
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_buffer_poisoned_and_no_snapshot_is_needed(observer, watch, drive, told, nonfinite):
     """The same without Rollback: what the buffers were before the step is remembered anyway."""
-    model = Observed(OBSERVERS[observer]())
+    model = Observed(OBSERVERS[observer](4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sentinel = watch(model, optimizer)
     drive(sentinel, poisoned(5, 3, torch.nan), squared(model))
@@ -93,23 +95,33 @@ def test_buffer_poisoned_and_no_snapshot_is_needed(observer, watch, drive, told,
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_buffer_poisoned_long_ago_and_nowhere_to_go_back_to(observer, watch, drive, told, nonfinite):
     """Found some steps later, without Rollback: the run stops, and says which buffer."""
-    model = Observed(OBSERVERS[observer]())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = Observed(OBSERVERS[observer](WIDE), WIDE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     sentinel = watch(model, optimizer, NanCallback(state_warmup=2, state_every=5))
     with pytest.raises(TrainingAborted, match="observer"):
-        drive(sentinel, poisoned(14, 6, torch.nan), squared(model))
+        drive(sentinel, poisoned(14, 6, torch.nan, (8, WIDE)), squared(model))
     assert told(sentinel)[-1][1:] == ("nonfinite_state", "aborted")
 
 
 def test_buffer_poisoned_between_two_checks(watch, drive, told, nonfinite):
     """Later in the run the state is looked at every so many steps: found at the next check, at the latest."""
-    model = Observed(nn.BatchNorm1d(4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = Observed(nn.BatchNorm1d(WIDE), WIDE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     callbacks = NanCallback(state_warmup=2, state_every=5), Rollback(every=3, confirm_after=0)
     sentinel = watch(model, optimizer, *callbacks)
-    drive(sentinel, poisoned(14, 6), squared(model))
+    drive(sentinel, poisoned(14, 6, shape=(8, WIDE)), squared(model))
     assert told(sentinel) == [(8, "nonfinite_state", "rolled_back")]
     assert "to step 6" in sentinel.incidents[0].recovery  # no snapshot can be taken at step 8
+    assert nonfinite(model, optimizer) == []
+
+
+def test_small_statistics_are_looked_at_in_every_step(watch, drive, told, nonfinite):
+    """Between two looks at the state, too: found before the update, and nothing but the batch is lost."""
+    model = Observed(nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sentinel = watch(model, optimizer, NanCallback(state_warmup=2, state_every=5))
+    drive(sentinel, poisoned(14, 6), squared(model))
+    assert told(sentinel) == [(6, "nonfinite_state", "skipped")]
     assert nonfinite(model, optimizer) == []
 
 
@@ -124,11 +136,11 @@ def test_poisoned_statistics_make_a_later_loss_nan(watch, drive, told, named, no
             self.observer.train()
             clean = super().forward(x)
             self.observer.eval()
-            return clean + self.observer(torch.zeros(1, 4)).mean() * self.late
+            return clean + self.observer(torch.zeros(1, WIDE)).mean() * self.late
 
-    model = Frozen(nn.BatchNorm1d(4))
+    model = Frozen(nn.BatchNorm1d(WIDE), WIDE)
     model.late = 0  # 0 * NaN would show at once, so the branch is left out until later
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     callbacks = NanCallback(state_warmup=0, state_every=0), Rollback(every=100)
     sentinel = watch(model, optimizer, *callbacks)
 
@@ -138,10 +150,10 @@ def test_poisoned_statistics_make_a_later_loss_nan(watch, drive, told, named, no
         out = Observed.forward(model, x)
         if step >= 4:
             model.observer.eval()
-            out = out + model.observer(torch.zeros(1, 4)).mean()
+            out = out + model.observer(torch.zeros(1, WIDE)).mean()
         return out.pow(2).mean()
 
-    assert drive(sentinel, enumerate(poisoned(8, 2)), loss_of)[4] == "rollback"
+    assert drive(sentinel, enumerate(poisoned(8, 2, shape=(8, WIDE))), loss_of)[4] == "rollback"
     assert told(sentinel) == [(4, "nonfinite_state", "rolled_back")]
     assert named(sentinel.incidents[0]) == {"observer.running_mean", "observer.running_var"}
     assert nonfinite(model, optimizer) == []

@@ -76,13 +76,12 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("parameters", [3, 400])
 def test_a_bucket_group_takes_two_operators_however_many_parameters_are_in_it(monkeypatch, parameters):
     """On a device with list kernels, which this CPU stands for: its own are as many as the parameters."""
-    plain = gradients.groups_of
+    plain = gradients.one_group
 
-    def on_a_device(tensors, **settings):
-        device = torch.device("cuda")
-        return [replace(one, device=device, fused=True) for one in plain(tensors, **settings)]
+    def on_a_device(tensors, _device):
+        return replace(plain(tensors, _device), device=torch.device("cuda"), fused=True)
 
-    monkeypatch.setattr(gradients, "groups_of", on_a_device)
+    monkeypatch.setattr(gradients, "one_group", on_a_device)
     flat = torch.arange(16.0 * parameters)
     named = [(f"p{number}", flat[16 * number :][:16].view(4, 4)) for number in range(parameters)]
     local = BucketGradients()

@@ -16,8 +16,8 @@ SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "megatron_gpt.py"
     ("words", "environment", "says"),
     [
         ([], {}, "start it with torchrun --nproc-per-node 8"),
-        ([], {"WORLD_SIZE": "2"}, "--tensor 2 times --pipeline 2 does not divide the 2 ranks"),
-        (["--tensor", "8", "--pipeline", "1"], {"WORLD_SIZE": "8"}, "they do not divide 4 heads"),
+        ([], {"WORLD_SIZE": "2"}, "--tensor, --pipeline: do not fit 2 ranks"),
+        (["--tensor", "8", "--pipeline", "1"], {"WORLD_SIZE": "8"}, "do not fit 8 ranks, 4 heads"),
         ([], {"WORLD_SIZE": "4"}, "--fault-rank: 0 to 3"),
         (["--fault-rank", "99"], {"WORLD_SIZE": "8"}, "--fault-rank: 0 to 7, -1: none"),
         (["--fault-step", "20"], {"WORLD_SIZE": "8"}, "--fault-step: 0 to 19"),
