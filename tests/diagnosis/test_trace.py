@@ -120,7 +120,7 @@ ODD = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch 2.14 says it of its own code
 @pytest.mark.parametrize("forward", ODD, ids=lambda f: f.__name__)
 def test_odd_tensors_are_traced_as_well(forward, diagnosed):
     found = diagnosed(nn.Linear(4, 4), [torch.ones(3, 4)], forward).diagnosis
