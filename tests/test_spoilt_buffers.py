@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradsentinel import NanCallback, Outcome, Retry, Rollback, Sentinel, SpikeCallback, TrainingAborted
+from gradsentinel import Kind, NanCallback, Outcome, Retry, Rollback, Sentinel, SpikeCallback, TrainingAborted
 from loops import build, differences, make_batches, train_by_hand
 
 BATCHES = make_batches(16)
@@ -154,6 +154,8 @@ class Odd(torch.nn.Module):
             "turned": torch.ones(3, 2).t(),
             "large": torch.ones(20_000),
             "sparse": torch.ones(2, 2).to_sparse(),
+            "nowhere": torch.ones(2, device="meta"),
+            "packed": torch.ones(2).to(torch.float8_e4m3fn),
             "masked": torch.tensor([0.0, float("-inf")]),
         }.items():
             self.register_buffer(name, value)
@@ -163,8 +165,9 @@ class Odd(torch.nn.Module):
         return self.layer(x).mean()
 
 
-def watched(model, steps, spoil):
-    sentinel = Sentinel(model, torch.optim.SGD(model.parameters(), 0.1), callbacks=[NanCallback(**SELDOM)])
+def watched(model, steps, spoil, settings=SELDOM):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sentinel = Sentinel(model, optimizer, callbacks=[NanCallback(**settings)])
     with sentinel:
         for number, batch in enumerate(sentinel.steps([torch.ones(2, 2)] * steps)):
             spoil(number)
@@ -212,6 +215,20 @@ def test_a_sum_that_overflows_is_no_alarm():
         model.narrow.fill_(60_000)
 
     assert watched(model, 4, spoil).incidents == ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("bad", [False, True])
+def test_nested_ones_are_looked_at_with_the_state(bad):
+    model = Odd()
+    model.register_buffer("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+    def spoil(number):
+        if bad and number == 2:
+            model.nested.values()[0] = float("nan")
+
+    found = watched(model, 4, spoil, {"state_every": 1}).incidents
+    assert [one.kind for one in found] == ([Kind.NONFINITE_STATE] if bad else [])
 
 
 def test_a_mask_of_the_lowest_numbers_is_no_alarm():

@@ -110,13 +110,13 @@ class StateHealth:
             "averages": self.others(),
         }
         return {
-            part: GradientView((name, local(tensor)) for name, tensor in named).total_norm
+            part: GradientView((name, _held(tensor)) for name, tensor in named).total_norm
             for part, named in parts.items()
         }
 
     def buffer_norm(self) -> Tensor:
         """Return the 2-norm of the buffers as they are, 0-dim, not finite if an element is; no wait."""
-        return GradientView((name, local(tensor)) for name, tensor in self.buffers()).total_norm
+        return GradientView((name, _held(tensor)) for name, tensor in self.buffers()).total_norm
 
     @torch.no_grad()
     def small_buffers(self) -> Tensor | None:
@@ -167,7 +167,7 @@ class StateHealth:
         together are the whole state: parameters, buffers, moments, averages and what else is stateful.
         """
         named = itertools.chain(self.parameters(), self.buffers(), self.moments(), self.averages())
-        held = [(name, local(tensor)) for name, tensor in named]
+        held = [(name, _held(tensor)) for name, tensor in named]
         return GradientView(held if parts == 1 else _share(held, part, parts)).total_norm
 
     def _demanded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -179,12 +179,19 @@ class StateHealth:
                 yield name, without_infinities(tensor)
 
 
+def _held(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, of a nested one its values: nothing adds those up as it is."""
+    own = local(tensor)
+    return own.values() if own.is_nested else own
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether it can be added up with others as it is: dense, real, of a type that arithmetic works on."""
     return (
         type(tensor) is Tensor
         and tensor.dtype in _SUMMED
         and tensor.layout is torch.strided
+        and not tensor.is_nested  # whose layout may say otherwise
         and tensor.device.type != "meta"
     )
 
