@@ -955,6 +955,21 @@ def test_a_spike_that_stands_leaves_what_modules_remember_as_the_loop_left_it(fo
     assert differences(dict(enumerate(left)), dict(enumerate(expected))) == []
 
 
+@pytest.mark.expects_swallowed
+def test_a_second_opinion_that_fails_does_not_stop_a_run_whose_step_may_stand(tmp_path, monkeypatch):
+    def fails(*_: Any) -> str:
+        raise RuntimeError("no opinion")
+
+    only_told = [NanCallback(), SpikeCallback(recheck=False), Retry()]
+    without = spiking(tmp_path / "without", transient=False, callbacks=only_told)
+    monkeypatch.setattr("gradsentinel.callbacks.retry._doubt", fails)
+    checked = spiking(tmp_path / "checked", transient=True)
+    assert checked.outcomes == [(SPIKE_AT, "reported")]
+    assert "computing the step again failed: RuntimeError: no opinion" in checked.sentinel.incidents[0].notes
+    assert differences(weights_of(without), weights_of(checked)) == []
+    assert differences(without.random, checked.random) == []
+
+
 def test_an_explosion_that_is_only_a_little_smaller_the_second_time_is_no_transient_fault(tmp_path):
     """As with a temperature that falls with each forward pass."""
     passes = []

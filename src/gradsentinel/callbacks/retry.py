@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.incident import Incident, Outcome, Recovery
 from gradsentinel.recovery import Budget
 from gradsentinel.run import Run
+from gradsentinel.testing import record_swallowed
+
+logger = logging.getLogger("gradsentinel")
 
 _OTHER_LOSS = 1e-2
 """Losses of the same micro-batch that differ by more than this, relatively, are not the same loss."""
@@ -172,7 +176,16 @@ class Retry(Recomputing, Detector):
         if not self._ready(incident, run):
             return _as_it_is("the step is made as it is")
         loops = Standing(run)
-        said, recovery = self._second_opinion(loops, incident, run)
+        try:
+            said, recovery = self._second_opinion(loops, incident, run)
+        except Exception as error:
+            if run.consensus.world_size > 1:  # the others are somewhere else then, and have to be told
+                raise
+            logger.exception("step %d could not be compared with what it came to before", run.step)
+            record_swallowed(error)
+            why = f"{type(error).__name__}: {error}"
+            incident.notes += (f"computing the step again failed: {why}",)
+            said, recovery = "the step is made as it is", None
         if recovery is not None:
             return recovery
         self._real.spend(run.iteration)
