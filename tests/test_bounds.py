@@ -45,6 +45,8 @@ def test_the_setting_is_read(text, expected):
         ("pinned=4MB", "pinned=4MB is no size; give bytes, or 512KiB, 4MiB, 1GiB"),
         ("pinned=", "is no size"),
         ("steps=1,steps=2", "steps is there twice"),
+        ("steps=" + "9" * 5000, "more than any memory holds"),
+        ("pinned=" + "9" * 400, "more than any memory holds"),
     ],
 )
 def test_a_mistake_is_told_when_the_run_is_made_with_the_names_there_are(text, why, monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -17,6 +18,8 @@ MOST_LAG = 16
 so many steps more. No setting of its own, for `Sentinel(lag=)` is that."""
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_DIGITS = 15
+"""Of the largest number of anything."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -87,10 +90,15 @@ def _size(name: str, stated: str) -> int:
     match = _SIZE.fullmatch(stated)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigurationError(f"{VARIABLE}: {name}={stated} is no size; give bytes, or 512KiB, 4MiB, 1GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    if size > sys.maxsize:
+        raise ConfigurationError(f"{VARIABLE}: {name}={stated[:_DIGITS]}... is more than any memory holds")
+    return int(size)
 
 
 def _count(name: str, stated: str) -> int:
+    if len(stated) > _DIGITS and stated.isdigit():
+        raise ConfigurationError(f"{VARIABLE}: {name}={stated[:_DIGITS]}... is more than any memory holds")
     if not (stated.isascii() and stated.isdigit() and int(stated) > 0):
         raise ConfigurationError(f"{VARIABLE}: {name}={stated} is no whole number from 1 on")
     return int(stated)
