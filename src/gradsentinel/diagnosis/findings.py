@@ -17,7 +17,7 @@ from gradsentinel.diagnosis.replay import Computed
 from gradsentinel.diagnosis.swap import NARROW, batch_size, tensors_by_path
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import Path, call_of
-from gradsentinel.measures.inspection import parts_of
+from gradsentinel.measures.inspection import parts_of, readable, values_of
 from gradsentinel.run import Run
 
 _SUMS = frozenset(
@@ -179,9 +179,10 @@ class Findings:
         paths = [path for path in tensors_by_path(self.microbatch.batch) if f"batch {path}".strip() in leaves]
         for path in paths:
             rows = _with_infinities(tensors_by_path(self.microbatch.batch)[path], self.size)
+            if not rows or 2 * len(rows) > (self.size or 0):
+                continue
             healthy = (tensors_by_path(other.batch).get(path) for other in self.run.scene.healthy)
-            usual = any(bool(torch.isinf(other).any()) for other in healthy if other is not None)
-            if rows and 2 * len(rows) <= (self.size or 0) and not usual:
+            if not any(_has_infinities(other) for other in healthy if other is not None):
                 return path, rows
         return None, []
 
@@ -220,12 +221,17 @@ def custom_of(event: Event, computed: Computed) -> str | None:
 
 @torch.no_grad()
 def _with_infinities(tensor: Tensor, size: int | None) -> list[int]:
-    plain = tensor.layout is torch.strided and tensor.is_floating_point() and tensor.dim() > 0
-    if not plain or tensor.shape[0] != size:
+    plain = readable(tensor) is None and tensor.layout is torch.strided and tensor.is_floating_point()
+    if not plain or tensor.dim() == 0 or tensor.shape[0] != size:
         return []
-    bad = torch.isinf(parts_of(tensor)).reshape(tensor.shape[0], -1).any(1)
+    bad = torch.isinf(parts_of(values_of(tensor))).reshape(tensor.shape[0], -1).any(1)
     rows: list[int] = bad.nonzero().flatten().tolist()
     return rows
+
+
+@torch.no_grad()
+def _has_infinities(tensor: Tensor) -> bool:
+    return readable(tensor) is None and bool(torch.isinf(parts_of(values_of(tensor))).any())
 
 
 def _row_of_infinities(
