@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from gradsentinel.decision import Kind
 from gradsentinel.devices import device_of
 from gradsentinel.diagnosis.arm import Armed, in_words, suspect_of
@@ -126,13 +128,19 @@ def _investigate(incident: Incident, run: Run, progress: Progress) -> Report:
 
 
 def _collapsed_scale(run: Run) -> Diagnosis | None:
-    """Say so if the gradients were multiplied by infinity: the inverse of a loss scale that is next to 0."""
-    scale = getattr(getattr(run.host, "scaler", None), "_scale", None)
-    if scale is None or math.isfinite(float(scale.double().reciprocal().float())):
+    """Say so if a loss scale made the gradients so that is next to 0, or not finite; waits for the device."""
+    held = getattr(getattr(run.host, "scaler", None), "_scale", None)
+    if held is None:
+        return None
+    scale = float(held)
+    # As a scaler inverts it, but here: not every device has float64.
+    inverse = float(torch.tensor(scale, dtype=torch.float64).reciprocal().float())
+    if math.isfinite(scale) and math.isfinite(inverse):
         return None
     fact = (
-        f"the loss scale is {float(scale):g}: gradients are multiplied by its inverse, which is infinite in "
-        "float32"
+        f"the loss scale is {scale:g}: gradients are multiplied by its inverse, which is infinite in float32"
+        if math.isfinite(scale)
+        else f"the loss scale itself is {scale:g}: the loss is multiplied by it"
     )
     return Diagnosis(
         cause="precision", confidence=0.95, phase="backward", evidence=(fact,), remedy=_SCALE_REMEDY
