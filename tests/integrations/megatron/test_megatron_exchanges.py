@@ -11,6 +11,7 @@ from outcomes import Expected, check_cured
 from results import outcome, release
 from torch import nn
 from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
 
 from gradsentinel.gradients import GradientView
 from gradsentinel.integrations.megatron import collectives
@@ -23,6 +24,7 @@ from gradsentinel.integrations.megatron.collectives import (
 from gradsentinel.integrations.megatron.exchanges import looking
 from gradsentinel.integrations.megatron.gradients import BucketGradients
 from gradsentinel.integrations.megatron.returns import TellingGradient, _after_column, watch_stage
+from gradsentinel.integrations.megatron.schedule import ScheduledStep
 from gradsentinel.testing import clear_swallowed, swallowed
 
 NAN, INF = float("nan"), float("inf")
@@ -209,6 +211,41 @@ def test_a_layer_of_another_kind_is_left_alone():
     assert type(layer.weight.grad) is torch.Tensor
 
 
+class LinearWithWhatItIsGiven(torch.autograd.Function):
+    """Hands on its gradient as it is: that of what is added to the product."""
+
+    @staticmethod
+    def forward(ctx, given, weight, added):
+        ctx.save_for_backward(given, weight)
+        return given.matmul(weight.t()) + added
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given, weight = ctx.saved_tensors
+        return gradient.matmul(weight), gradient.t().matmul(given), gradient.contiguous()
+
+
+class ColumnParallelLinearThatAdds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+        self.added = nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self, given):
+        return LinearWithWhatItIsGiven.apply(given, self.weight, self.added), None
+
+
+def test_a_gradient_that_is_handed_on_is_a_plain_one_to_all_others():
+    module, seen, met = ColumnParallelLinearThatAdds(), [], []
+    module.register_forward_hook(lambda *a: _after_column(*a, look=seen.append))
+    module.added.register_hook(lambda gradient: met.append(type(gradient)))
+    module(torch.ones(2, 2))[0].mul(2.0).sum().backward()
+    assert len(seen) == 1
+    assert met == [torch.Tensor]
+    assert type(module.added.grad) is torch.Tensor
+    assert torch.equal(module.added.grad, torch.full((2, 3), 2.0))
+
+
 def test_nothing_is_told_of_what_is_no_product():
     seen = []
     gradient = torch.ones(2, 3).as_subclass(TellingGradient)
@@ -338,7 +375,7 @@ class WordEmbedding(nn.Module):
 
     def forward(self, *, fails=False):
         if fails:
-            raise KeyError("no such word")
+            raise KeyError("no such word") if fails is True else fails
         return lookup_of(self.weight)
 
 
@@ -361,6 +398,24 @@ def test_a_module_is_watched_by_hooks_so_that_a_copy_has_its_own_weights(monkeyp
         handle.remove()
     assert not module._forward_hooks
     assert not module._forward_pre_hooks
+
+
+def test_an_interrupted_pass_leaves_nothing_that_looks_on():
+    def interrupted(**_):
+        embedding(fails=KeyboardInterrupt)
+
+    embedding, seen = WordEmbedding(), []
+    watch_collectives_of(embedding, seen.append)
+    arguments = {"forward_step_func": lambda *_: None, "data_iterator": None}
+    step = ScheduledStep(interrupted, arguments, seen=lambda _: None, output=lambda *_: None)
+    outer = Handed(lambda _: None)
+    with outer:
+        with pytest.raises(KeyboardInterrupt):
+            step.run()
+        assert _get_current_function_mode_stack() == [outer]
+    assert _get_current_function_mode_stack() == []
+    embedding()
+    assert _get_current_function_mode_stack() == []
 
 
 def test_backward_passes_come_after_forward_passes_and_go_from_the_last_stage_to_the_first():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode
 
 from gradsentinel.integrations.wraps import Wraps
 
@@ -65,10 +67,29 @@ class Handed(TorchFunctionMode):
             self._last = value
             self._see(value)
 
-    def __exit__(self, *error: object) -> None:
+    def forget(self) -> None:
         """Keep no tensor alive."""
         self._last = None
+
+    def __exit__(self, *error: object) -> None:
+        self.forget()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def unwound() -> Iterator[None]:
+    """Leave no mode behind that was entered within the block.
+
+    Torch calls no hook after a module that is interrupted (Ctrl-C, an exit), so nobody else would leave it.
+    """
+    depth = _len_torch_function_stack()
+    try:
+        yield
+    finally:
+        while _len_torch_function_stack() > depth:
+            left = _pop_mode()  # type: ignore[no-untyped-call]
+            if isinstance(left, Handed):
+                left.forget()
 
 
 def watch_collectives(owner: Any, method: str, see: Callable[[Tensor], None]) -> Wraps:

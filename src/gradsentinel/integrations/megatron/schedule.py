@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradsentinel.integrations.megatron.collectives import unwound
 from gradsentinel.state.tree import map_tensors
 
 Seen = Callable[[Any], None]
@@ -136,7 +137,8 @@ class ScheduledStep:
 
     def _call(self) -> Any:
         self._counts, self.losses, self._returns = {}, [], None
-        return self._function(**self._arguments)
+        with unwound():
+            return self._function(**self._arguments)
 
     def _recorded(self, iterator: Any) -> Any:
         """Return the data iterator(s) as recording ones; ranks that read no data have None."""
