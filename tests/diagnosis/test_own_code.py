@@ -267,6 +267,33 @@ def test_generated_code_that_nests_too_deep_to_be_put_in_words_is_no_error():
     assert writes_beside_autograd(scope["made"].__code__) == ["<generated>:3"]
 
 
+def test_a_function_that_gets_an_activation_under_no_grad_writes_without_a_graph():
+    def spoils(h):
+        h[0] = 1
+
+    def counts_hits(h):
+        hits = 0
+        hits += int((h > 0).sum())
+        return hits
+
+    def counts(h):
+        plain = torch.ones(2)
+        with torch.set_grad_enabled(False):
+            counts_hits(h)
+            spoils(plain)
+        return LoopCode([])
+
+    def by_name(h):
+        with torch.no_grad():
+            spoils(h)
+        return LoopCode([])
+
+    line = spoils.__code__.co_firstlineno + 1
+    assert by_name(torch.ones(2, requires_grad=True) * 2).hidden_writes() == [f"test_own_code.py:{line}"]
+    assert by_name(torch.ones(2)).hidden_writes() == []
+    assert counts(torch.ones(2, requires_grad=True) * 2).hidden_writes() == []
+
+
 class Augment:
     """Called by no name."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
+import re
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 
+_NO_GRAPH = re.compile(r"\b(no_grad|inference_mode|set_grad_enabled)\b")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -48,6 +50,31 @@ def in_words(node: ast.AST) -> str:
         return ast.unparse(node)
     except RecursionError:
         return ""
+
+
+def has_no_graph(part: ast.AST) -> bool:
+    """Return True for a block under `no_grad`, and for a function that is decorated so."""
+    by: list[ast.expr] = []
+    if isinstance(part, (ast.With, ast.AsyncWith)):
+        by = [item.context_expr for item in part.items]
+    elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        by = part.decorator_list
+    return any(_NO_GRAPH.search(in_words(expression)) for expression in by)
+
+
+def called_without_graph(code: types.CodeType, is_activation: Callable[[str], bool]) -> set[str]:
+    """Return the names of what a function calls under `no_grad` with one of its activations."""
+    node = node_of(code)
+    blocks = [part for part in ast.walk(node) if has_no_graph(part)] if node is not None else []
+    called = {
+        call.func
+        for block in blocks
+        for call in ast.walk(block)
+        if isinstance(call, ast.Call)
+        and any(isinstance(given, ast.Name) and is_activation(given.id) for given in call.args)
+    }
+    names = (getattr(function, "id", getattr(function, "attr", "")) for function in called)
+    return set(filter(None, names))
 
 
 @lru_cache(maxsize=64)

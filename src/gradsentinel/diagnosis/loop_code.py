@@ -7,11 +7,12 @@ import inspect
 import sys
 import types
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from gradsentinel.diagnosis.code_tree import codes
+from gradsentinel.diagnosis.code_tree import called_without_graph, codes
 from gradsentinel.diagnosis.own_code import (
     assigned_in_turns,
     is_own,
@@ -65,11 +66,13 @@ class LoopCode:
 
     def hidden_writes(self) -> list[str]:
         """Return where it writes to tensors in a way that leaves no trace in the autograd graph."""
-        known, places = self._known, list[str]()
+        known, places, without = self._known, list[str](), set[str]()
         for code, values in self._running:
             places += writes_beside_autograd(code, values, known)
+            without |= called_without_graph(code, partial(_is_activation, values))
         for function in self._functions:
-            places += writes_beside_autograd(function.__code__, _outer_values(function), known)
+            code, graph = function.__code__, function.__name__ not in without
+            places += writes_beside_autograd(code, _outer_values(function), known, graph=graph)
         return list(dict.fromkeys(places))
 
     def assigned(self) -> set[str]:
@@ -107,6 +110,11 @@ def _values_of(frame: types.FrameType) -> dict[str, Any]:
     if own and sys.getrefcount(held) <= _FRAME_AND_US:
         held.clear()
     return values
+
+
+def _is_activation(values: Mapping[str, Any], name: str) -> bool:
+    value = values.get(name)
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _loaded(code: types.CodeType) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradsentinel.diagnosis.code_tree import codes, in_words, node_of, stores_to_items
+from gradsentinel.diagnosis.code_tree import codes, has_no_graph, in_words, node_of, stores_to_items
 
 _FRAMEWORKS = frozenset(
     {"accelerate", "deepspeed", "gradsentinel", "lightning", "megatron", "numpy", "peft"}
@@ -47,7 +47,6 @@ _MAKES = re.compile(r"^(torch|np|numpy|math)\.|^(dict|list|set|int|float|default
 _OF_THE_STATE = re.compile("param|state_dict|buffer|shadow|ema", re.IGNORECASE)
 """A loop over those keeps averages, or initialises: no activations."""
 _NO_GRAPHS = frozenset({"data", "inference_mode", "no_grad", "set_grad_enabled"})
-_NO_GRAPH = re.compile(r"\b(no_grad|inference_mode|set_grad_enabled)\b")
 
 
 def is_own_code(code: types.CodeType, package: str) -> bool:
@@ -183,6 +182,8 @@ def writes_beside_autograd(
     code: types.CodeType,
     values: Mapping[str, Any] | None = None,
     known: Collection[types.CodeType] = (),
+    *,
+    graph: bool = True,
 ) -> list[str]:
     """Return where a function writes to tensors without autograd: 'loop.py:12'.
 
@@ -194,12 +195,13 @@ def writes_beside_autograd(
         code: of the function.
         values: what its names stand for, as far as known.
         known: functions that are left out where it defines them.
+        graph: False if it is called under `no_grad`.
     """
     node = node_of(code)
     place = Path(code.co_filename).name
     if node is None:  # no form shows what is written; names do, and that something is
         return [f"{place}:{code.co_firstlineno}"] * stores_to_items(code, _DETOURS | _SHARE | _NO_GRAPHS)
-    beside = _Beside(node, values or {})
+    beside = _Beside(node, values or {}, graph=graph)
     left_out = _inside_of(known, code)
     parts = (part for part in _statements(node) if id(part) not in left_out)
     lines = sorted({part.lineno for part in parts if beside.writes(part)})
@@ -207,15 +209,15 @@ def writes_beside_autograd(
 
 
 class _Beside:
-    def __init__(self, node: ast.AST, values: Mapping[str, Any]) -> None:
+    def __init__(self, node: ast.AST, values: Mapping[str, Any], *, graph: bool) -> None:
         self._values = values
         self._without: set[int] = set()
         """The statements that run without a graph, by id."""
         self._made: set[str] = set()
         self._detours: set[str] = set()
         for part in ast.walk(node):
-            if _has_no_graph(part):
-                self._without |= {id(inner) for inner in ast.walk(part)}
+            if has_no_graph(part) or not graph:
+                self._without |= {id(inner) for inner in ast.walk(part)} if graph else {id(part)}
             over = part.iter if isinstance(part, (ast.For, ast.comprehension)) else None
             if over is not None and _OF_THE_STATE.search(in_words(over)):
                 self._made |= {n.id for n in ast.walk(part.target) if isinstance(n, ast.Name)}  # type: ignore[attr-defined]
@@ -318,16 +320,6 @@ def _is_made(value: ast.expr) -> bool:
     return bool(_MAKES.match(in_words(called))) or (
         isinstance(called, ast.Attribute) and called.attr in _COPIES
     )
-
-
-def _has_no_graph(part: ast.AST) -> bool:
-    """Return True for a block under `no_grad`, and for a function that is decorated so."""
-    by: list[ast.expr] = []
-    if isinstance(part, (ast.With, ast.AsyncWith)):
-        by = [item.context_expr for item in part.items]
-    elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        by = part.decorator_list
-    return any(_NO_GRAPH.search(in_words(expression)) for expression in by)
 
 
 # -- source ------------------------------------------------------------------------------------------
