@@ -893,6 +893,8 @@ class Remembering(nn.Module):
         super().__init__()
         self.layer, self.norm, self.spare = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
         self.temperature, self.hidden, self.total = 1.0, torch.zeros(4), torch.zeros(())
+        self.freed, self.swapped = torch.ones(3), torch.ones(3)
+        self.freed.untyped_storage().resize_(0)  # as of a whole parameter that is sharded again
         self.seen: list[float] = []
         self.by_size: dict[int, int] = {}
         self.register_buffer("sparse", torch.eye(3).to_sparse())
@@ -904,6 +906,7 @@ class Remembering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.temperature *= 0.99
         self.total += 1
+        self.swapped.data = x[:, 0].clone()
         self.seen.append(self.temperature)
         self.by_size[len(x)] = self.by_size.get(len(x), 0) + 1
         out = self.norm(self.layer(x)) / self.temperature + self.hidden
@@ -913,7 +916,7 @@ class Remembering(nn.Module):
         return nn.functional.dropout(out, 0.2)
 
     def left(self) -> list[Any]:
-        own = [self.temperature, self.hidden, self.total, list(self.seen), dict(self.by_size)]
+        own = [self.temperature, self.hidden, self.total, list(self.seen), dict(self.by_size), self.swapped]
         return [*own, self.cached, self.as_long_as_the_batch, *self.norm.buffers(), *self.parameters()]
 
 

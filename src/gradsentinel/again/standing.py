@@ -83,7 +83,7 @@ def _attributes_of(run: Run) -> Iterator[Callable[[], None]]:
                 yield partial(replace, value)
             elif type(value) is Tensor:
                 yield partial(replace, value)
-                if value.grad_fn is None:
+                if value.grad_fn is None and not _is_freed(value):
                     yield from _values_of(value, replace)
             elif type(value) in _CONTAINERS:
                 yield partial(replace, value)
@@ -96,9 +96,18 @@ def _values_of(tensor: Tensor, replace: Callable[[Tensor], None]) -> Iterator[Ca
         yield partial(_write, tensor, stored(tensor).detach().clone(), version_of(tensor), replace)
 
 
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether the memory was taken from a tensor, as sharding does with views of whole parameters."""
+    own = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
+    return own and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _write(tensor: Tensor, values: Tensor, version: int, replace: Callable[[Tensor], None]) -> None:
     """Write the values only if they differ: a tensor may lie in memory that cannot be written."""
     target = stored(tensor)
+    if target.shape != values.shape:  # somebody has given it other memory
+        replace(values)
+        return
     strided = target.layout is torch.strided  # others cannot be compared, nor written to unnoticed
     if torch.equal(target, values) if strided else version == version_of(tensor):
         return

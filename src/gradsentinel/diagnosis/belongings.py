@@ -195,5 +195,9 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return True if a tensor holds values."""
-    return tensor.device.type != "meta" and not torch.nn.parameter.is_lazy(tensor)
+    """Return True if a tensor holds values: sharding takes the memory from views of whole parameters."""
+    if tensor.device.type == "meta" or torch.nn.parameter.is_lazy(tensor):
+        return False
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return True
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
