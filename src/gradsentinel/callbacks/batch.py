@@ -161,6 +161,8 @@ class BatchCallback(Comparer):
             look.letters.append((reading, *self._post(reading.sheet)))
             look.bad = either(look.bad, None if reading.bad is None else self._here(reading.bad))
             outside += reading.outside
+        if not outside:
+            return []
         confirm = self._confirming([look], only=OUT_OF_RANGE)
         flags = [flag for flag in map(self._here, outside) if flag is not None]
         return [self._finding(flag, confirm, look.microbatch) for flag in flags]
@@ -227,7 +229,8 @@ class BatchCallback(Comparer):
         mailbox = self._mailboxes.get(sheet.device)
         if mailbox is None:
             mailbox = self._mailboxes[sheet.device] = Mailbox(sheet.device)
-        return mailbox, mailbox.post(sheet)
+        # A sheet belongs to nobody else: in host memory it is the letter.
+        return mailbox, Letter(sheet, None) if sheet.device.type == "cpu" else mailbox.post(sheet)
 
     def _here(self, flag: Tensor) -> Tensor | None:
         """Return a flag on the run's device; one in host memory is read, which waits for nothing."""
