@@ -38,8 +38,8 @@ class Verdict:
     """A spoiled update was made."""
     stayed: bool
     """It is in the final weights."""
-    exact: bool
-    """The step came out as without the fault, bit for bit."""
+    exact: bool | None
+    """The step came out as without the fault, bit for bit; None where no copy was tried."""
     noticed: bool
     outcome: str | None
     delay: int | None
@@ -191,7 +191,7 @@ def _verdict(
         loss_change=math.nan if truth is None else float(truth["loss"]) - float(truth["loss_without"]),
         landed=landed,
         stayed=landed and step in kept,
-        exact=effect is not None and bool(effect["exact"]),
+        exact=effect if effect is None else bool(effect["exact"]),
         noticed=first is not None,
         outcome=None if first is None else first["outcome"],
         delay=None if first is None else int(first["number"]) - step,
