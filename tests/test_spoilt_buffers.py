@@ -246,3 +246,17 @@ def test_what_a_warning_let_through_is_not_warned_of_in_every_step(tmp_path):
     _, sentinel = train([NanCallback(**SELDOM, action="warn")], tmp_path)
     assert [one.step for one in sentinel.incidents] == [BAD]
     assert sentinel._watch.run.health.small_buffers().isfinite()
+
+
+def test_the_look_never_writes_to_the_only_buffer(monkeypatch):
+    """Where putting one tensor together hands back that very tensor, as a backend may."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.register_buffer("mean", torch.arange(1.0, 5.0))
+    sentinel = Sentinel(model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[NanCallback()])
+    whole = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda parts: parts[0] if len(parts) == 1 else whole(parts))
+    value = sentinel._watch.run.health.small_buffers()
+    sentinel.close()
+    assert value is not None
+    assert value.item() == 0.0
+    assert model.mean.tolist() == [1.0, 2.0, 3.0, 4.0]

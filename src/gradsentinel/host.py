@@ -141,7 +141,9 @@ class TorchHost:
             }
             named = ((name, parameter) for name, parameter in named if id(parameter) in mine)
         for name, parameter in named:
-            gradient = gradient_of(parameter)
+            gradient = parameter.grad  # most of them have one: then there is no need to ask `gradient_of`
+            if gradient is None:
+                gradient = gradient_of(parameter)
             if gradient is not None:
                 yield name, gradient
 

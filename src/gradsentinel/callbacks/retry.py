@@ -178,7 +178,9 @@ class Retry(Recomputing, Detector):
         loops = Standing(run)
         try:
             said, recovery = self._second_opinion(loops, incident, run)
-        except Exception as error:
+        except (
+            Exception
+        ) as error:  # the user's forward= raises anything, and the loop's step may stand as it is
             if run.consensus.world_size > 1:  # the others are somewhere else then, and have to be told
                 raise
             logger.exception("step %d could not be compared with what it came to before", run.step)

@@ -139,7 +139,8 @@ class StateHealth:
         if not flat:
             return None
         together = torch.cat(flat)
-        return together.mul_(0.0).sum(dtype=torch.float32 if together.dtype.itemsize == 2 else None)
+        # Not in place: were a backend to hand back its one input, that would be the model's own buffer.
+        return together.mul(0.0).sum(dtype=torch.float32 if together.dtype.itemsize == 2 else None)
 
     def set_aside(self, names: Iterable[str]) -> None:
         """Hear that these buffers are not finite, and will not become so: `small_buffers` leaves them out."""

@@ -123,7 +123,7 @@ def _told(gradients: tuple[Any, ...], *, look: Look) -> tuple[Any, ...] | None:
         return None
     try:
         return (_telling(gradients[0], look), *gradients[1:])
-    except Exception as error:
+    except Exception as error:  # raised here it would end the backward pass: the look is given up instead
         logger.exception("the gradient of a layer's input cannot be looked at")
         record_swallowed(error)
         return None
