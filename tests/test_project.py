@@ -1,6 +1,7 @@
 """The project's own rules: what may import what, how long a file may be, what the metadata says."""
 
 import ast
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 if sys.version_info >= (3, 11):
@@ -244,6 +246,49 @@ def test_tests_need_no_npu_package(extra):
         ]
     assert "npu" not in reached
     assert "torch-npu" not in {one.name.replace("_", "-").lower() for name in reached for one in every[name]}
+
+
+def test_every_pinned_version_runs_on_the_oldest_python():
+    """A pin that left Python 3.10 behind has a second line for it; else a set-up there finds no answer."""
+    oldest = requires_python()
+    here = {"python_version": oldest, "python_full_version": f"{oldest}.0"}
+    pins = [Requirement(line) for line in pin_lines()]
+    judged, left_behind = 0, []
+    for pin in pins:
+        if pin.marker is not None and not pin.marker.evaluate(here):
+            continue
+        try:
+            about = importlib.metadata.metadata(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for other interpreters
+        if pin.specifier.contains(about["Version"]) and about["Requires-Python"]:
+            judged += 1
+            if not SpecifierSet(about["Requires-Python"]).contains(f"{oldest}.0"):
+                left_behind.append(f"{pin}: needs Python {about['Requires-Python']}")
+    assert judged > len(pins) // 2
+    assert not left_behind
+
+
+def test_no_package_is_pinned_twice_for_one_interpreter():
+    named = [Requirement(line) for line in pin_lines()]
+    for version in ("3.10", "3.13"):
+        env = {"python_version": version, "python_full_version": f"{version}.0"}
+        names = [
+            re.sub(r"[-_.]+", "-", pin.name).lower()
+            for pin in named
+            if pin.marker is None or pin.marker.evaluate(env)
+        ]
+        assert len(names) == len(set(names))
+
+
+def pin_lines() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def requires_python() -> str:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return str(project["requires-python"]).removeprefix(">=")
 
 
 def headings(path: Path) -> list[str]:
