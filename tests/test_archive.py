@@ -468,6 +468,7 @@ for life in range(12):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_whole_archives_only(tmp_path):
     subprocess.run([sys.executable, "-W", "ignore", "-c", WRITER, str(tmp_path)], check=True)  # noqa: S603
     every = list(tmp_path.iterdir())

@@ -600,6 +600,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_ids(width, titles):
     assert "000123-nonfinite_gradient" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [
@@ -632,6 +633,7 @@ def test_any_encoding_and_terminal_will_do(environment, tmp_path):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_is_no_error(run_dir):
     for step in range(300):
         RunDirectory(run_dir).write_incident(full_incident(id=f"{step:06d}-spike", step=step))
@@ -644,6 +646,7 @@ def test_a_reader_that_has_enough_is_no_error(run_dir):
         assert writer.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
 def test_a_full_disk_is_one_line(run):
     for arguments in (["incidents", str(run)], ["show", str(run), "1", "--json"]):

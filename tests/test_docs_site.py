@@ -63,6 +63,7 @@ def slack(monkeypatch):
     server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of frameworks
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # recipes.md loads a checkpoint alone
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by torch itself, up to 2.6

@@ -151,6 +151,7 @@ BACKEND = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
 NO_DRIVER = "raise ImportError('libascend_hal.so: cannot open shared object file')"
 
 
+@pytest.mark.slow
 def test_parts_are_not_imported_and_something_broken_is_exit_code_1(tmp_path):
     for name, version in (("torch_npu", "2.1.0"), ("lightning", "1.9"), ("matplotlib", "99.0")):
         install(tmp_path, name, version, code=f"raise SystemExit('{name} was imported')")
@@ -171,6 +172,7 @@ def test_parts_are_not_imported_and_something_broken_is_exit_code_1(tmp_path):
     assert "lightning 1.9 too old: pip install 'gradsentinel[lightning]'" in text
 
 
+@pytest.mark.slow
 def test_a_backend_without_its_driver_is_told_by_its_own_words(tmp_path):
     install(tmp_path, "torch_npu", torch.__version__, entry_points=BACKEND, code=NO_DRIVER)
     done = doctor(tmp_path, "--json", **{AUTOLOAD: "0"})
@@ -181,6 +183,7 @@ def test_a_backend_without_its_driver_is_told_by_its_own_words(tmp_path):
     assert f"keep {AUTOLOAD}=0" in check["remedy"]
 
 
+@pytest.mark.slow
 def test_a_backend_that_works_but_is_switched_off_is_told(tmp_path):
     install(tmp_path, "torch_npu", torch.__version__, entry_points=BACKEND, code="def _autoload(): pass")
     off = check_of(json.loads(doctor(tmp_path, "--json", **{AUTOLOAD: "0"}).stdout), "backends")
@@ -192,6 +195,7 @@ def test_a_backend_that_works_but_is_switched_off_is_told(tmp_path):
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "told"),
     [
@@ -237,6 +241,7 @@ print([str(i.kind) for i in sentinel.incidents], "torch_npu" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_an_installation_without_cann_never_breaks_a_training(tmp_path):
     install(tmp_path, "torch_npu", torch.__version__, entry_points=BACKEND, code=CRASH)
     done = subprocess.run(  # noqa: S603 - ours
@@ -250,6 +255,7 @@ def test_an_installation_without_cann_never_breaks_a_training(tmp_path):
     assert (done.returncode, done.stdout) == (0, "['nonfinite_input'] False\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_torch_npu_without_metadata_is_seen_and_not_judged_by_its_version(tmp_path):
     (tmp_path / "torch_npu.py").write_text("raise SystemExit('torch_npu was imported')")
     report = json.loads(doctor(tmp_path, "--json").stdout)
@@ -266,6 +272,7 @@ def make_cann(folder, version, *, note="ascend_toolkit_install.info"):
     return home
 
 
+@pytest.mark.slow
 def test_the_doctor_knows_which_cann_belongs_to_which_torch_npu(tmp_path):
     install(tmp_path, "torch_npu", "2.9.0.post2", code="raise SystemExit('imported')")
     home = make_cann(tmp_path, "8.5.0")

@@ -63,6 +63,7 @@ def test_what_was_spent_before_a_restart_stays_spent(run_dir):
     assert "over all restarts" in str(error)
 
 
+@pytest.mark.slow
 def test_what_was_spent_long_ago_is_forgotten(run_dir):
     for life in range(6):
         sentinel, error = train(run_dir, [Escalation(max_skips=1, window=12)], bad={3 + life})
@@ -124,6 +125,7 @@ def test_a_job_that_is_ended_again_and_again_but_gets_further_goes_on(run_dir):
         assert account(run_dir)["restarts"] == 0, life
 
 
+@pytest.mark.slow
 def test_without_resume_a_hundred_steps_are_progress(run_dir):
     for _ in range(3):
         with pytest.raises(RuntimeError, match="the device is gone"):

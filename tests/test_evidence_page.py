@@ -40,6 +40,7 @@ def followed(tmp_path_factory):
     return folder, blocks, commands
 
 
+@pytest.mark.slow
 def test_the_commands_print_what_the_page_says(followed, monkeypatch, capsys):
     folder, _, commands = followed
     monkeypatch.chdir(folder)

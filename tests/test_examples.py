@@ -33,6 +33,7 @@ def run_example(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_plain_loop_drops_the_three_bad_steps_and_goes_on(run_example, tmp_path):
     printed = run_example("plain_loop.py").splitlines()
     steps = {int(line.split()[1]): line.split() for line in printed if line.startswith("step ")}
@@ -53,6 +54,7 @@ def test_the_plain_loop_drops_the_three_bad_steps_and_goes_on(run_example, tmp_p
     assert f"{incident.id}: {incident.message}" in printed
 
 
+@pytest.mark.slow
 def test_the_ladder_walks_through_every_rung_and_says_what_each_cost(run_example, tmp_path):
     printed = run_example("ladder.py").splitlines()
     steps = [line.split()[1:4] for line in printed if line.startswith("  step ")]

@@ -87,6 +87,7 @@ def train(run_dir: Any, fault: Any, *more: Detector, steps: int = 40, accumulate
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("fault", [*FAULTS, "NaN loss", "NaN batch"])
 def test_what_is_found_and_done_is_the_same_without_it(tmp_path, fault, accumulate):

@@ -54,6 +54,7 @@ def test_too_small_is_no_alarm_and_not_learnt():
     assert known(found)["mean"][0] == before[0]
 
 
+@pytest.mark.slow
 @given(st.sampled_from([math.nan, math.inf, 0.0, 1e30, 1e-30]), st.integers(0, 2), st.integers(1, 7))
 def test_what_is_outside_leaves_no_trace(bad, place, times):
     found = taught()

@@ -70,6 +70,7 @@ TREE = tree_of()
 PLACES = list(places(TREE))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     st.sampled_from(PLACES),

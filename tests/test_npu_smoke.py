@@ -76,6 +76,7 @@ def run(folder, *command, **environment):
     )
 
 
+@pytest.mark.slow
 def test_on_a_cpu_everything_passes_that_a_cpu_can_show(tmp_path):
     done = run(tmp_path, SCRIPT, "--device", "cpu", "--report", "out.md")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -90,6 +91,7 @@ def test_on_a_cpu_everything_passes_that_a_cpu_can_show(tmp_path):
     assert os.uname().nodename not in report.replace(os.uname().release, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
 def test_without_the_device_it_says_so_with_a_status_of_its_own(tmp_path, kind):
     if getattr(torch, kind, None) is not None and getattr(torch, kind).is_available():
@@ -99,6 +101,7 @@ def test_without_the_device_it_says_so_with_a_status_of_its_own(tmp_path, kind):
     assert f"torch sees no {kind} device" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_operator_that_falls_back_to_the_cpu_fails_the_check(tmp_path):
     done = run(tmp_path, "-c", FALLING)
     assert done.returncode == 1, done.stderr
@@ -106,6 +109,7 @@ def test_an_operator_that_falls_back_to_the_cpu_fails_the_check(tmp_path):
     assert "operator 'aten::hash' will fall back to run on the CPU" in (tmp_path / "npu_smoke.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_is_told_and_the_others_go_on(tmp_path):
     done = run(tmp_path, "-c", FAILING)
     assert done.returncode == 1, done.stderr
@@ -115,6 +119,7 @@ def test_a_check_that_fails_is_told_and_the_others_go_on(tmp_path):
     assert "| several ranks agree | NOT HERE |" in report
 
 
+@pytest.mark.slow
 def test_the_report_names_no_path_host_or_user(tmp_path):
     done = run(tmp_path, "-c", TELLTALE, HCCL_DETERMINISTIC="true", **SECRETS)
     assert done.returncode == 1, done.stderr
@@ -128,6 +133,7 @@ def test_the_report_names_no_path_host_or_user(tmp_path):
     assert "'HCCL_IF_IP': '(set)'" in report
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_noticed_before_anything_runs(tmp_path):
     done = run(tmp_path, SCRIPT, "--device", "cpu", "--report", "no/such/folder/report.md")
     assert done.returncode == 2
@@ -135,6 +141,7 @@ def test_a_place_that_cannot_be_written_is_noticed_before_anything_runs(tmp_path
     assert "PASS" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_meanwhile_costs_no_report(tmp_path):
     done = run(tmp_path, "-c", FULL)
     assert done.returncode == 0, done.stderr

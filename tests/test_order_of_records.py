@@ -113,6 +113,7 @@ def restarts_alike(kind: str, given: dict[str, Any], until: int, folder: Path) -
         assert sorted(itertools.chain(*epoch)) == list(range(len(DATA)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # workers are started for each example
 @settings(max_examples=10)
 @given(st.sampled_from(sorted(LOADERS)), st.integers(1, 2 * STEPS - 1))
@@ -124,12 +125,14 @@ def test_after_a_restart_come_the_records_that_were_missing(kind, until):
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "until"), [("workers", 2), ("persistent", STEPS + 3)])
 @pytest.mark.parametrize("kind", ["shuffled", "skipping", "stateful, skipping"])
 def test_after_a_restart_with_workers(kind, workers, until, tmp_path):
     restarts_alike(kind, WORKERS[workers], until, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # workers are started for each example
 @settings(max_examples=10)
 @given(
@@ -146,6 +149,7 @@ def test_a_replay_draws_the_same_records_again(kind, bad, every):
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "bad"), [("workers", STEPS + 1), ("persistent", 5)])
 @pytest.mark.parametrize("kind", ["shuffled", "skipping"])
 def test_a_replay_with_workers(kind, workers, bad, tmp_path):

@@ -34,6 +34,7 @@ claims = st.builds(
 jobs = st.dictionaries(st.integers(0, 7), claims, min_size=1)
 
 
+@pytest.mark.slow
 @given(jobs, st.data())
 def test_somebody_is_named_in_each_group_that_holds_it_and_nobody_in_another(job, data):
     holders = data.draw(st.sets(st.sampled_from(sorted(job)), min_size=1))

@@ -139,6 +139,7 @@ def test_the_walk_sees_every_form_of_import():
     assert found["torch.utils.tensorboard"].top == "tensorboard"
 
 
+@pytest.mark.slow
 def test_frameworks_are_imported_by_their_adapters_only_and_lazily():
     wrong = [
         f"{place(path, found.line)}: {found.module}"
@@ -150,6 +151,7 @@ def test_frameworks_are_imported_by_their_adapters_only_and_lazily():
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_optional_packages_are_imported_lazily():
     wrong = [
         f"{place(path, found.line)}: {found.module}"

@@ -80,6 +80,7 @@ def test_any_difference_shows(change):
     assert not Content(changed).has(fingerprint(batch()))
 
 
+@pytest.mark.slow
 def test_it_does_not_depend_on_the_process():
     code = (
         "import torch; from gradsentinel.data.records import fingerprint;"

@@ -117,6 +117,7 @@ def name_of(batch: dict[str, Tensor]) -> Any:
 faults = st.dictionaries(st.integers(0, 24), st.sampled_from(["back", "loss", "weight"]), max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(faults, st.integers(1, 4), st.integers(0, 2), st.integers(1, 3))
 def test_the_end_is_that_of_a_fault_free_run_over_the_surviving_batches(faults, every, confirm, keep):
@@ -167,6 +168,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [{5: "weight"}, {10: "weight"}, {11: "weight", 16: "weight"}])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_transient_fault_costs_nothing_whatever_the_loader(kind, faults, run_dir):
@@ -183,6 +185,7 @@ def test_a_transient_fault_costs_nothing_whatever_the_loader(kind, faults, run_d
     assert loop.everything() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [{"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 @pytest.mark.parametrize("make", [DataLoader, stateful])
 def test_with_workers(make, workers, run_dir):
@@ -205,6 +208,7 @@ def test_an_epoch_that_has_begun_begins_alike_when_a_batch_before_it_is_left_out
     assert loop.survivors == plain.survivors[:8] + plain.survivors[9:]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(faults, st.lists(st.integers(0, COUNT - 1), min_size=3, max_size=3), st.integers(1, 4))
 def test_loops_that_leave_an_epoch_early(faults, leave_at, every):

@@ -252,6 +252,7 @@ def life(run, loader, run_dir, *, until=None, epochs=3, **settings):
     return first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("until", [1, 5, 10, 11, 17])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(kind, until, run_dir):
@@ -712,6 +713,7 @@ for batch in sentinel.steps([torch.full((1, 2), float("nan"))]):
 """
 
 
+@pytest.mark.slow
 def test_an_aborted_script_leaves_with_its_own_exit_code_and_a_traceback(run_dir):
     found = subprocess.run(  # noqa: S603 - our own script
         [sys.executable, "-c", SCRIPT, str(run_dir)], capture_output=True, text=True, check=False

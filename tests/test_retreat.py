@@ -136,6 +136,7 @@ def goals(run_dir, at, **settings):
     return seen, sentinel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["go_on", "replay"])
 def test_one_bad_batch_after_the_other_leads_to_the_same_state(data, run_dir):
     seen, sentinel = goals(run_dir, {19, 24, 28, 33}, after=3, data=data)

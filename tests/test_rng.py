@@ -170,6 +170,7 @@ class TestAccelerators:
         assert torch.equal(torch.rand(4, device="cuda"), first)
 
 
+@pytest.mark.slow
 def test_numpy_is_not_imported_for_it():
     code = (
         "import sys, warnings; warnings.simplefilter('ignore'); sys.modules['numpy'] = None\n"

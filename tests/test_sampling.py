@@ -25,6 +25,7 @@ def cost(rotation, sample):
     return sum(max(len(piece), least) for piece in sample)
 
 
+@pytest.mark.slow
 @given(SIZES, st.one_of(st.integers(2, 40), st.integers(2, 10**6)))
 def test_each_element_is_in_one_check_of_a_round(sizes, bound):
     rotation = rotation_of(sizes, bound)

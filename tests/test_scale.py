@@ -121,6 +121,7 @@ SLOTS = 7  # functions, the four callbacks of `make`, Skip and EventLog
 DUE = 3  # did a loss scaler overflow; is there something to settle after this step, and to compare
 
 
+@pytest.mark.slow
 def test_a_healthy_step_makes_one_collective_of_a_few_bytes_whatever_the_number_of_ranks(job, tmp_path):
     found = {}
     for world_size in (SMALL, LARGE):
@@ -130,6 +131,7 @@ def test_a_healthy_step_makes_one_collective_of_a_few_bytes_whatever_the_number_
     assert found == {SMALL: [[one]] * 3, LARGE: [[one]] * 3}
 
 
+@pytest.mark.slow
 def test_a_comparison_of_replicas_takes_few_bytes_whatever_the_number_of_ranks(job, tmp_path):
     found = {}
     for world_size in (SMALL, LARGE):
@@ -166,6 +168,7 @@ def footprint(root: object) -> int:
     return sum(sys.getsizeof(entry) for entry in seen.values())
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_rank_does_not_grow_with_the_number_of_ranks(job, tmp_path):
     sizes = {}
     for world_size in (SMALL, LARGE):
@@ -213,6 +216,7 @@ class ManyBad(Detector):
         )
 
 
+@pytest.mark.slow
 def test_an_incident_with_ten_thousand_bad_tensors_sends_a_few_kilobytes_a_rank(job, tmp_path):
     job(LARGE)
     model = nn.Linear(4, 1)

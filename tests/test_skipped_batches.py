@@ -407,6 +407,7 @@ def sampled(data: Any, *, shuffle: bool = False, seed: int = 0, **settings: Any)
     return DataLoader(data, batch_sampler=SkipBatches(BatchSampler(order, 4, drop_last=True)), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_records_are_left_out_wherever_a_shuffle_puts_them(tmp_path, workers):
     sentinel, model = sentinel_for(tmp_path)

@@ -82,6 +82,7 @@ def go_back_at(sentinel, steps):
 
 
 # torch's own remark on every loop whose first step overflows
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize(
     "settings",
@@ -354,6 +355,7 @@ def state_of(model, optimizer, schedulers):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
 @pytest.mark.filterwarnings(
     "ignore:The epoch parameter in .scheduler.step:UserWarning"

@@ -124,6 +124,7 @@ def test_q_quits_and_the_last_frame_stays(run_dir):
         assert end() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
 def test_signals_leave_as_cleanly(run_dir, how):
     disk.write_steps(run_dir, [1.0])

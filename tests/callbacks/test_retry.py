@@ -120,6 +120,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_transient_fault_leaves_no_trace(feature, fault, tmp_path):
@@ -147,6 +148,7 @@ def test_the_fault_may_sit_in_any_micro_batch(tmp_path):
         assert_same(clean, faulty)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     feature=st.sampled_from(sorted(FEATURES)),
@@ -179,6 +181,7 @@ def test_any_sequence_of_transient_faults_ends_as_the_clean_run(tmp_path_factory
     assert_same(clean, faulty)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     faults=st.dictionaries(st.integers(0, 11), st.sampled_from(["once", "always"]), max_size=8),
@@ -809,6 +812,7 @@ def test_a_spike_that_does_not_come_back_leaves_no_trace(feature, tmp_path):
     assert faulty.sentinel.applied_steps == clean.sentinel.applied_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_spike_that_comes_back_is_made_as_it_is_bit_for_bit(feature, tmp_path):
     settings = {"accumulate": 1, **FEATURES[feature]}

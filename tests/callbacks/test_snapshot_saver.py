@@ -346,6 +346,7 @@ FORGETFUL = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_forgets_to_close_leaves_a_whole_bundle(run_dir):
     done = subprocess.run(  # noqa: S603 - this very interpreter
         [sys.executable, "-c", textwrap.dedent(FORGETFUL), str(run_dir)],

@@ -191,6 +191,7 @@ for number, batch in enumerate(sentinel.steps([torch.randn(8, 4)] * 100)):
 """
 
 
+@pytest.mark.slow
 def test_kill_9_loses_a_bunch_at_most(run_dir):
     done = subprocess.run([sys.executable, "-c", KILLED, str(run_dir)], check=False, env={**os.environ})  # noqa: S603 - ours
     assert done.returncode == -signal.SIGKILL

@@ -39,6 +39,7 @@ def without_clock(data):
     return {key: value for key, value in data.items() if key != "clock"}
 
 
+@pytest.mark.slow
 def test_a_second_run_gives_the_same_faults_and_decisions_in_any_order(first, tmp_path):
     run_trial(TRIAL, tmp_path, TRIAL.policies[::-1])
     for policy in TRIAL.policies:

@@ -203,6 +203,7 @@ def test_the_doctor_knows_the_switches_without_torch():
     assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in found.stdout
 
 
+@pytest.mark.slow
 def test_an_installation_that_cannot_be_imported_breaks_nothing(tmp_path):
     """torch_npu without CANN raises ImportError or OSError as soon as somebody imports it."""
     (tmp_path / "torch_npu.py").write_text("raise OSError('libhccl.so: cannot open shared object file')\n")

@@ -283,6 +283,7 @@ def shuffled(text, order):
     return "\n".join([*rows[:first], *itertools.chain(*(pairs[place] for place in order))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", ["", "numbers_two_chips"])
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2)])
 def test_the_order_of_the_rows_does_not_matter(tmp_path, order, numbers):

@@ -40,6 +40,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "120"})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 def test_every_verdict_is_repeated_and_no_broken_model_passes(tmp_path):
     for number, case in enumerate(OWN):

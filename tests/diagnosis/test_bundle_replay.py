@@ -153,6 +153,7 @@ def process(*arguments, cwd):
     )
 
 
+@pytest.mark.slow
 def test_a_fresh_process_repeats_the_verdict(project, gated, tmp_path):
     _, folder = project
     incident, run_dir = gated["full"]
@@ -172,6 +173,7 @@ def test_a_fresh_process_repeats_the_verdict(project, gated, tmp_path):
     assert told["notes"] == ["weights: those of the failing step"]
 
 
+@pytest.mark.slow
 def test_verify_in_a_fresh_process(project, gated):
     _, folder = project
     incident, run_dir = gated["full"]

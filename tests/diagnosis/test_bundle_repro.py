@@ -119,6 +119,7 @@ def reported():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 def test_the_failures_are_reproduced_with_torch_and_safetensors_alone(tmp_path, monkeypatch):
     allocate = torch.empty_like
@@ -148,6 +149,7 @@ def test_the_failures_are_reproduced_with_torch_and_safetensors_alone(tmp_path, 
         assert "REPRODUCED" in text
 
 
+@pytest.mark.slow
 def test_the_program_alone_and_the_fixed_inputs(tmp_path):
     incident, directory = saved(tmp_path / "run", reported()["distance"])
     program = directory / "repro.py"
@@ -230,6 +232,7 @@ def operators(tmp_path_factory):
     return module, folder
 
 
+@pytest.mark.slow
 def test_an_operator_of_a_library_is_imported(tmp_path, operators):
     module, folder = operators
     case = failure(lambda m, x: module.bad(m(x)).mean(), torch.randn(3, 4))
@@ -280,6 +283,7 @@ def test_nothing_is_left_of_catching_a_function(tmp_path, operators):
     assert dict(vars(module.Separate)) == before
 
 
+@pytest.mark.slow
 def test_a_training_script_is_not_imported_unasked(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(
         textwrap.dedent(

@@ -64,6 +64,7 @@ def program(run_dir):
     return make
 
 
+@pytest.mark.slow
 def test_what_half_precision_lost_before_a_wider_operator_failed(program):
     """The quotient is computed in float32, where it is bad; what lost the number is a product in float16."""
 
@@ -86,6 +87,7 @@ def test_what_half_precision_lost_before_a_wider_operator_failed(program):
     assert "NOT REPRODUCED: nothing is lost here" in said
 
 
+@pytest.mark.slow
 def test_an_operator_under_autocast_runs_in_the_type_it_ran_in(program):
     def forward(model, batch):
         with torch.autocast("cpu", torch.float16):
@@ -104,6 +106,7 @@ def test_an_operator_under_autocast_runs_in_the_type_it_ran_in(program):
     assert run("--dtype", "float32")[0] == 1
 
 
+@pytest.mark.slow
 def test_a_function_of_the_users_own_runs_under_the_autocast_of_the_run(program, tmp_path, monkeypatch):
     """Its forward keeps something in half under autocast; its backward is singular only then."""
     (tmp_path / "own_product.py").write_text(textwrap.dedent(FUNCTION))

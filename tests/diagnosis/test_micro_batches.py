@@ -77,6 +77,7 @@ def test_skip_remembers_all_of_them(what, run_dir):
     assert len(numbers) == 2
 
 
+@pytest.mark.slow
 def test_what_a_diagnosis_kept_is_let_go_with_its_step(run_dir):
     held = []
 

@@ -40,6 +40,7 @@ def run_failure(case: Failure, run_dir: Path, *, clock: Callable[[], Any] = lamb
         run_dir=run_dir,
         forward=case.forward,
         scaler=case.scaler() if case.scaler else None,
+        diagnosis_budget=600,  # what a verdict is does not depend on how busy the machine is
     )
     try:
         with sentinel:

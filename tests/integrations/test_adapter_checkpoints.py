@@ -165,6 +165,7 @@ def test_a_run_that_is_aborted_leaves_no_bad_checkpoint_of_anybodys(tmp_path, wh
 # -- Hugging Face ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"save_steps": 2}, {"save_strategy": "epoch"}], ids=str)
 def test_the_trainers_checkpoints_are_of_the_state_before_or_not_there(tmp_path, where, settings):
     settings = {"save_strategy": "steps", **settings}

@@ -126,6 +126,7 @@ def test_a_loader_without_indices_is_left_as_it_is_and_drops_it_again(tmp_path):
     assert len(module.drawn) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffled", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_with_the_trainer_of_hugging_face_too(tmp_path, shuffled, workers):

@@ -103,6 +103,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_however_an_accelerate_loop_is_written_it_is_untouched_and_drops_exactly(tmp_path, variant):
     alone, _, _ = accelerate_loop(Task(), None, None, **variant)
@@ -155,6 +156,7 @@ class FakeScaler:
         return [state_of(net, inner, own), tool.scaler.state_dict()], sentinel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**127], ids=["found", "searching"])
 def test_with_a_gradscaler_the_run_is_untouched_a_nan_dropped_or_retried(tmp_path, scale):
     scaler = FakeScaler(scale)

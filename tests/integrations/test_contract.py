@@ -10,6 +10,7 @@ from loops import differences
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("driver", "clause"),
     [pytest.param(driver, name, id=f"{driver.name}: {name}") for driver in DRIVERS for name in cases(driver)],

@@ -49,6 +49,7 @@ def test_a_trainer_takes_them_literally_and_writes_beside_its_own_output(tmp_pat
     assert json.loads((incident / "incident.json").read_text())["outcome"] == "skipped"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -123,6 +124,7 @@ def test_a_healed_step_leaves_no_trace_in_the_log(tmp_path, accumulate, filtered
     assert healed == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [0, 2, 5])
 @pytest.mark.parametrize("value", [NAN, 1e4])
 def test_a_dropped_step_is_in_no_mean(tmp_path, where, value):

@@ -82,6 +82,7 @@ def test_train_twice_and_an_interrupted_train_leave_nothing_behind(tmp_path):
     assert len(again.applied) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_evaluate", "on_train_end"])
 def test_an_error_outside_of_an_epoch_ends_the_run_too(tmp_path, event):
     """Another Trainer could not write to the same place otherwise."""

@@ -113,6 +113,7 @@ def run(task, given, *, manual=False, late=False, **settings):
     return module, lines.losses, (trainer.current_epoch, rate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_healed_step_leaves_no_trace_in_the_log(tmp_path, accumulate, precision):
