@@ -7,13 +7,20 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+_BEFORE_2_7 = {
+    "'Stream' object has no attribute 'record_event'": "FSDP2 on CPUs",
+    "Cannot use ReduceOp.AVG with Gloo": "a mean over the ranks of a DTensor on CPUs",
+}
+"""What torch 2.6 itself raises on CPUs, watched or not, and what it lacks there."""
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
 
 
@@ -28,13 +35,19 @@ def run_ranks(
 
     gloo corrupts the memory of a rank once in some ten thousand groups (in a run of all tests under a
     checking malloc nothing of ours did), so ranks of which one crashed that way are run once more; stderr
-    tells.
+    tells. What torch 2.6 lacks on CPUs is skipped there.
     """
     try:
+        try:
+            return _run(function, world_size, folder, args, timeout)
+        except _Crash as crash:
+            sys.stderr.write(f"a rank crashed, all are run once more: {crash}\n")
         return _run(function, world_size, folder, args, timeout)
-    except _Crash as crash:
-        sys.stderr.write(f"a rank crashed, all are run once more: {crash}\n")
-    return _run(function, world_size, folder, args, timeout)
+    except RankFailedError as error:
+        lacks = [what for text, what in _BEFORE_2_7.items() if text in f"{error}"]
+        if lacks and torch.__version__.startswith("2.6."):
+            pytest.skip(f"torch 2.6 lacks {lacks[0]}")
+        raise
 
 
 class _Crash(RankFailedError):
@@ -102,6 +115,8 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    # torch 2.6 says it of every DTensor on a CPU mesh, random or not.
+    warnings.filterwarnings("ignore", message="DTensor random operators")
     try:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
         torch.manual_seed(1234)
