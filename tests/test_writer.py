@@ -186,8 +186,8 @@ def test_a_run_whose_states_are_large_uses_it(tmp_path, monkeypatch):
     started = []
 
     class Counted(Writer):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, memory=None):
+            super().__init__(memory)
             started.append(self._process)
 
     monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
@@ -202,7 +202,7 @@ def test_a_run_whose_states_are_large_uses_it(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_without_it(tmp_path, monkeypatch, caplog):
-    def none():
+    def none(memory):
         raise WriterGone("no process can be started: [Errno 11] Resource temporarily unavailable")
 
     monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)

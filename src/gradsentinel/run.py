@@ -133,7 +133,7 @@ class Run:
     """Snapshots that may still be being copied."""
 
     def __post_init__(self) -> None:
-        self.states = SavedStates(self.directory.snapshots, self.consensus, self.staging.cost, self.disk)
+        self.states = SavedStates(self.directory.snapshots, self.consensus, self.staging, self.disk)
         self.skipped = SkippedBatches(self.directory, self.consensus, self.disk)
 
     @property

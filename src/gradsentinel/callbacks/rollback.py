@@ -104,6 +104,8 @@ class Rollback(Responder):
         self._run = event.run
         event.run.budgets[type(self).__name__] = self._budget.as_dict
         event.run.states.keep = self.on_disk
+        if self.on_disk:
+            event.run.staging.share()
 
     def on_step_start(self, event: events.StepStart) -> None:
         """Keep the initial state, as late as possible: a checkpoint may have been loaded until now.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from gradsentinel.state.archive import (
 from gradsentinel.state.background import Background
 from gradsentinel.state.disk import Disk, is_of_the_disk
 from gradsentinel.state.snapshot import Snapshot
-from gradsentinel.state.staging import Cost
+from gradsentinel.state.staging import Staging
 from gradsentinel.state.tree import UnsupportedStateError, flatten
 from gradsentinel.state.writer import Writer, WriterGone
 from gradsentinel.store import unused
@@ -54,15 +54,18 @@ class SavedStates:
     Args:
         directory: where the states lie; made when the first is saved.
         consensus: to find the newest that all ranks have.
-        cost: where to add up what saving costs.
+        staging: the memory of the snapshots, and where to add up what saving costs.
         disk: who says that it refuses, and that it takes them again.
     """
 
-    def __init__(self, directory: Path, consensus: Consensus, cost: Cost, disk: Disk | None = None) -> None:
+    def __init__(
+        self, directory: Path, consensus: Consensus, staging: Staging, disk: Disk | None = None
+    ) -> None:
         self.directory = directory
         self._disk = disk or Disk()
         self._consensus = consensus
-        self._cost = cost
+        self._staging = staging
+        self._cost = staging.cost
         self.keep = 0
         """So many are to be kept on disk; 0 while nobody saves any regularly."""
         self._background = Background(max_bytes=1 << 62)
@@ -70,6 +73,8 @@ class SavedStates:
         """Written last, perhaps not finished yet."""
         self._whole: list[Mark] = []
         """Those that all ranks have, as far as this rank can know."""
+        self._written: set[Mark] = set()
+        """Those that this process has written, or found to be there."""
         self._asked: int | None = None
         """When the last was asked for, until older ones were thinned out."""
         self._alone = False
@@ -96,14 +101,14 @@ class SavedStates:
         if not finished:
             self._failed.append((mark, f"the disk is too slow for the state of step {snapshot.step}"))
             return
-        saved = self.saved()
-        if self._last in saved:
+        if self._last in self._written:
             self._count_as_whole(self._last)
         self._last, self._asked = mark, now
-        if mark in saved:
-            return
 
         def write() -> None:
+            if mark in self.saved():  # it was taken up again, or gone back to
+                self._written.add(mark)
+                return
             started = time.perf_counter()
             try:
                 self._write_beside(snapshot)
@@ -114,11 +119,12 @@ class SavedStates:
                 elif not isinstance(error, ArchiveError):  # that one is going to be an incident
                     raise
                 return
+            self._written.add(mark)
             self._disk.taken(_WHAT)
             self._cost.written += 1
             self._cost.write_seconds += time.perf_counter() - started
 
-        self._background.submit(f"the state of step {snapshot.step}", write, snapshot.nbytes())
+        self._background.submit(f"the state of step {snapshot.step}", write)
 
     def save_now(self, snapshot: Snapshot) -> Path | None:
         """Write this rank's snapshot before going on, unless it is there; None, and logged, if it fails."""
@@ -154,7 +160,7 @@ class SavedStates:
         if self._alone or snapshot.nbytes() < _FOR_A_PROCESS:
             return self._write(snapshot)
         try:
-            with Writer() as writer:
+            with Writer(self._staging.shared) as writer:
                 return self._write(snapshot, writer)
         except WriterGone as gone:
             self._alone = True
@@ -219,7 +225,8 @@ class SavedStates:
     def _delete_older(self) -> None:
         self._whole = self._whole[-max(self.keep, 1) :]
         if self._whole:
-            self._delete(mark for mark in self.saved() if mark < self._whole[0])
+            oldest = self._whole[0]
+            self._remove(lambda mark, saved: mark < oldest and oldest in saved)
 
     def _delete(self, marks: Iterable[Mark]) -> None:
         """Delete states, beside the training, when what is being written is there."""
@@ -227,12 +234,18 @@ class SavedStates:
         if not gone:
             return
         self._whole = [mark for mark in self._whole if mark not in gone]
+        self._written -= gone
         if self._last in gone:
             self._last = None
+        self._remove(lambda mark, _: mark in gone)
+
+    def _remove(self, is_gone: Callable[[Mark, Mapping[Mark, Path]], bool]) -> None:
+        """Have a thread look for the states that are there, which takes a while, and remove some."""
 
         def delete() -> None:
-            for mark, path in self.saved().items():
-                if mark in gone:
+            saved = self.saved()
+            for mark, path in saved.items():
+                if is_gone(mark, saved):
                     remove_archive(path)
 
         self._background.submit("the removal of old states", delete)
@@ -318,7 +331,7 @@ class SavedStates:
     def go_on_from(self, mark: Mark) -> None:
         """Hear that the run goes on from this state, which all ranks have: later ones are of another past."""
         self._delete(known for known in self.saved() if known > mark)
-        self._whole, self._last = [mark], mark
+        self._whole, self._last, self._written = [mark], mark, {mark}
 
     def last_iteration(self) -> int:
         """Return the largest number of attempted steps of any state of any rank, -1 if there is none.

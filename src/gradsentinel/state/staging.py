@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradsentinel.devices import Device, device_of
 from gradsentinel.state.buffers import version_of
+from gradsentinel.state.shared import SharedMemory
 
 logger = logging.getLogger("gradsentinel")
 
@@ -154,13 +156,23 @@ class Staging:
         self.cost = Cost()
         self.overlaps = True
         """False once something wrote between the steps."""
+        self.shared: SharedMemory | None = None
+        """Where copies of what is in host memory go that are going to be written to disk: see `share`."""
+        self._process = os.getpid()
         self._lane_of = lane_of or default_lane
         self._lanes: dict[torch.device, Lane] = {}
         self._free: dict[Signature, list[Tensor]] = {}
 
     def begin(self) -> Shot:
         """Begin a snapshot."""
+        if self._process != os.getpid():  # a forked child: the memory may be its parent's as well
+            self._process, self._free = os.getpid(), {}
+            self.shared = None if self.shared is None else SharedMemory()
         return Shot(self)
+
+    def share(self) -> None:
+        """From now on take memory that a process which writes to disk sees as well."""
+        self.shared = self.shared or SharedMemory()
 
     def lane(self, device: torch.device) -> Lane:
         """Return the lane of a device."""
@@ -182,12 +194,18 @@ class Staging:
         free = self._free.get(signature)
         if free:
             return free.pop()
-        target = device_of(source.device).host_memory(source)
+        target = None
+        if self.shared is not None and source.device.type == "cpu":  # pinned memory cannot be shared
+            target = self.shared.tensor_like(source)
+        if target is None:
+            target = device_of(source.device).host_memory(source)
         self.cost.nbytes += target.nbytes
         return target
 
-    def give_back(self, pending: Pending, taken: list[tuple[Signature, Tensor]]) -> None:
+    def give_back(self, process: int, pending: Pending, taken: list[tuple[Signature, Tensor]]) -> None:
         """Take memory back; called when a snapshot is gone, in whatever thread."""
+        if process != os.getpid():
+            return
         pending.wait()
         for signature, tensor in taken:
             self._free.setdefault(signature, []).append(tensor)
@@ -195,7 +213,10 @@ class Staging:
     def trim(self, used: set[Signature]) -> None:
         """Let go of memory that the state has no use for any more."""
         for signature in set(self._free) - used:
-            self.cost.nbytes -= sum(tensor.nbytes for tensor in self._free.pop(signature, ()))
+            for tensor in self._free.pop(signature, ()):
+                self.cost.nbytes -= tensor.nbytes
+                if self.shared is not None:
+                    self.shared.release(tensor)
 
 
 class Shot:
@@ -242,7 +263,7 @@ class Shot:
         pending = Pending(receipts, self._watched)
         if not staging.overlaps:
             pending.hold()
-        weakref.finalize(owner, staging.give_back, pending, self._taken).atexit = False
+        weakref.finalize(owner, staging.give_back, os.getpid(), pending, self._taken).atexit = False
         staging.trim({signature for signature, _ in self._taken})
         staging.cost.count += 1
         staging.cost.seconds += time.perf_counter() - self._began

@@ -103,14 +103,15 @@ class _Encoder:
         self._open: set[int] = set()  # the containers around the current value
 
     def encode(self, value: Any, path: _Path) -> Json:
+        if (leaf := _LEAVES.get(type(value))) is not None:  # nearly always, and the training runs meanwhile
+            return leaf(value)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
             return self._numpy(numpy, value, path)
         if isinstance(value, enum.Enum):
             _refuse(value, path, "give its value")
-        for base in type(value).__mro__:
-            if base in _LEAVES:
-                return _LEAVES[base](value)
+        if (base := next((base for base in type(value).__mro__ if base in _LEAVES), None)) is not None:
+            return _LEAVES[base](value)
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, Mapping | list | tuple | set | frozenset):
@@ -134,8 +135,9 @@ class _Encoder:
         return items if isinstance(value, list) else {"$tuple": items}
 
     def _key(self, value: Any, path: _Path) -> Json:
-        encoder = _Encoder(copy_views=False)
-        encoded = encoder.encode(value, path)
+        if type(value) is str:
+            return _encode_str(value)
+        encoded = (encoder := _Encoder(copy_views=False)).encode(value, path)
         if encoder.tensors:
             _refuse(value, path, "tensors and arrays can be neither keys nor members of sets")
         return encoded
@@ -151,8 +153,7 @@ class _Encoder:
             return {"$sparse": encoded, "size": list(tensor.shape), "coalesced": tensor.is_coalesced()}
         if tensor.layout != torch.strided:
             _refuse(tensor, path, "give a dense or sparse COO tensor")
-        key = _alias_key(tensor := tensor.as_subclass(Tensor))
-        if key not in self._stored:
+        if (key := _alias_key(tensor := tensor.as_subclass(Tensor))) not in self._stored:
             self._stored[key] = (tensor, self._dense(tensor, path))
         return self._stored[key][1]
 
@@ -236,8 +237,7 @@ def _decode(encoded: Json, tensors: Mapping[str, Tensor]) -> Any:
         return [_decode(item, tensors) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
-    tag = next(iter(encoded), "")
-    if not tag.startswith("$"):
+    if not (tag := next(iter(encoded), "")).startswith("$"):
         return {key: _decode(item, tensors) for key, item in encoded.items()}
     return _DECODERS[tag](encoded[tag], encoded, tensors)
 

@@ -3,15 +3,18 @@
 A thread that writes needs the interpreter's lock between any two calls. If it has a low priority it may be
 put aside while it holds the lock, and the training waits until the system lets it go on: on a machine whose
 cores are all taken that was most of what a snapshot on disk cost. If it has none, it takes half a core. A
-process may have a low priority without harm. What is left to the thread is to hand over the memory, in a few
-calls that need no lock.
+process may have a low priority without harm. What is left to the thread is to say where the memory is that
+both see, and to hand over the rest, in a few calls that need no lock.
 
 On the pipe: an order is a number of eight bytes and so many bytes, ``w`` or ``c`` (write, check) and a path;
-after ``w`` follow pieces, likewise with their length, and a zero. Each order is answered by a line of JSON.
+after ``w`` follow pieces, likewise with their length, and a zero. A length with the highest bit set is that
+of a piece in shared memory: two more numbers say in which segment it lies and where. Each order is answered
+by a line of JSON.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import struct
@@ -24,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from gradsentinel.errors import GradSentinelError
+from gradsentinel.state.shared import SharedMemory
 
 fcntl: Any
 try:
@@ -34,9 +38,10 @@ except ImportError:  # Windows, which has no writev either
 _PROGRAM = Path(__file__).with_name("writer_program.py")
 _AT_ONCE = 64 << 20
 """So much is handed over by one call: copies of what is not contiguous are held that long."""
-_PARTS = 256
-"""So many pieces of memory one call may take, at the least, on every system."""
+_PARTS = 250
+"""About so many pieces of memory one call may take, at the least, on every system."""
 _PIPE = 1 << 20
+_SHARED = 1 << 63
 
 
 class WriterGone(GradSentinelError, RuntimeError):
@@ -49,21 +54,30 @@ class Writer:
     It ends with the context or with this process, however that ends, and renames nothing: what it was writing
     when the training was killed keeps its temporary name.
 
+    Args:
+        memory: what it is to see of the training's memory; what lies elsewhere goes through the pipe.
+
     Raises:
         WriterGone: none can be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: SharedMemory | None = None) -> None:
+        segments = () if memory is None else memory.segments
+        self._memory, self._segments = memory, len(segments)
         restartable = sys.executable and not getattr(sys, "frozen", False) and _PROGRAM.is_file()
         if not restartable or not hasattr(os, "writev"):
             raise WriterGone("this program is not run by a Python that could be started again")
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                [sys.executable, "-I", "-S", str(_PROGRAM)],
+                [
+                    *(sys.executable, "-I", "-S", str(_PROGRAM)),
+                    *(f"{segment.descriptor}:{segment.size}" for segment in segments),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
+                pass_fds=[segment.descriptor for segment in segments],
             )
         except (OSError, RuntimeError, ValueError) as error:  # no memory, no process left, interpreter ending
             raise WriterGone(f"no process can be started: {error}") from error
@@ -97,8 +111,8 @@ class Writer:
         """
         with suppress(BrokenPipeError):  # then its answer says why
             self._order(b"w", path)
-            for batch in _batches(pieces):
-                self._put([_number(sum(len(piece) for piece in batch)), *batch])
+            for batch in _batches(map(self._told, pieces)):
+                self._put(batch)
             self._put([_number(0)])
         return self._answer()
 
@@ -107,6 +121,17 @@ class Writer:
         with suppress(BrokenPipeError):
             self._order(b"c", path)
         return str(self._answer()["crc32"])
+
+    def _told(self, piece: bytes | memoryview) -> list[bytes | memoryview]:
+        """Return what goes through the pipe for a piece: it, or where the process finds it."""
+        if not len(piece):
+            return []
+        whole = piece.obj if isinstance(piece, memoryview) else None
+        if self._memory is not None and isinstance(whole, ctypes.Array):
+            where = self._memory.find(ctypes.addressof(whole), len(piece))
+            if where is not None and where[0] < self._segments:  # not one that was made since
+                return [_number(len(piece) | _SHARED), _number(where[0]), _number(where[1])]
+        return [_number(len(piece)), piece]
 
     def _order(self, what: bytes, path: Path) -> None:
         order = what + os.fsencode(path.absolute())
@@ -135,14 +160,12 @@ class Writer:
         return answer
 
 
-def _batches(pieces: Iterable[bytes | memoryview]) -> Iterable[list[bytes | memoryview]]:
+def _batches(told: Iterable[list[bytes | memoryview]]) -> Iterable[list[bytes | memoryview]]:
     batch: list[bytes | memoryview] = []
     size = 0
-    for piece in pieces:
-        if not len(piece):
-            continue
-        batch.append(piece)
-        size += len(piece)
+    for parts in told:
+        batch += parts
+        size += sum(map(len, parts))
         if size >= _AT_ONCE or len(batch) >= _PARTS:
             yield batch
             batch, size = [], 0
