@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from gradsentinel import AfterStep, NanCallback, Rescue, Retry, Sentinel, SpikeCallback
 from gradsentinel.faults import FaultPlan, PoisonActivation, PoisonGradient
+from gradsentinel.testing import swallowed
 from loops import differences
 
 pytestmark = pytest.mark.multiprocess
@@ -255,3 +256,42 @@ def test_a_spike_of_one_rank_is_computed_again_by_all(kind, tmp_path):
         assert real["outcomes"] == [(11, "reported", "warning")]
         assert differences(told["state"], real["state"]) == []
         assert differences(told["random"], real["random"]) == []
+
+
+# -- and a second opinion that fails on one rank ----------------------------------------------------------
+
+FAILING = {
+    "before": "gradsentinel.callbacks.retry.Standing",
+    "within": "gradsentinel.callbacks.retry._doubt",
+    "after": "gradsentinel.callbacks.retry.Standing.put_back",
+    "in the diagnosis": "gradsentinel.diagnosis.excess.explain_spike",
+}
+
+
+def without_opinion(rank: int, folder: Path, kind: str, where: str) -> dict[str, Any]:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no opinion")
+
+    told = with_spike(rank, folder / "told", kind, 200.0, 200.0, recheck=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(FAILING[where], fails)
+        again = 1.0 if where in {"before", "within"} else 200.0
+        checked = with_spike(rank, folder / "checked", kind, 200.0, again)
+    return {"told": told, "checked": checked, "swallowed": [str(error) for error in swallowed()]}
+
+
+@pytest.mark.parametrize("where", FAILING)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_second_opinion_that_fails_on_one_rank_lets_all_go_on(kind, where, tmp_path):
+    ranks = run_ranks(without_opinion, 2, tmp_path, tmp_path, kind, where, timeout=180)
+    outcomes = [life["checked"]["outcomes"] for life in ranks]
+    assert outcomes[0] == outcomes[1]
+    ((step, outcome, _),) = outcomes[0]
+    # What was written over cannot be made as it was, so the step is dropped; nobody stops.
+    assert (step, outcome) == (11, "skipped" if where == "after" else "reported")
+    for life in ranks if where != "after" else ():
+        assert differences(life["told"]["state"], life["checked"]["state"]) == []
+        assert differences(life["told"]["random"], life["checked"]["random"]) == []
+    asked = where != "in the diagnosis" or kind == "ddp"  # a sharded model is not run again for a diagnosis
+    assert [life["swallowed"] for life in ranks] == [[], ["no opinion"] * asked]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from gradsentinel.diagnosis.graph import difference, graph_of
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.incident import Incident, Outcome, Recovery
+from gradsentinel.ranks.ballot import GuardedConsensus
 from gradsentinel.recovery import Budget
 from gradsentinel.run import Run
 from gradsentinel.testing import record_swallowed
@@ -175,23 +176,25 @@ class Retry(Recomputing, Detector):
         """Use other gradients than those of a step that may stand only if they are shown to be right."""
         if not self._ready(incident, run):
             return _as_it_is("the step is made as it is")
-        loops = Standing(run)
-        try:
-            said, recovery = self._second_opinion(loops, incident, run)
-        except (
-            Exception
-        ) as error:  # the user's forward= raises anything, and the loop's step may stand as it is
-            if run.consensus.world_size > 1:  # the others are somewhere else then, and have to be told
-                raise
-            logger.exception("step %d could not be compared with what it came to before", run.step)
-            record_swallowed(error)
-            why = f"{type(error).__name__}: {error}"
-            incident.notes += (f"computing the step again failed: {why}",)
-            said, recovery = "the step is made as it is", None
+        loops: list[Standing] = []
+        if not _together(lambda: loops.append(Standing(run)), incident, run):
+            return _as_it_is("the step is made as it is")
+        said, recovery = "the step is made as it is", None
+        notes, budget = incident.notes, self._budget.state_dict()
+        opinion: list[tuple[str, Recovery | None]] = []
+        if _together(lambda: opinion.append(self._second_opinion(loops[0], incident, run)), incident, run):
+            said, recovery = opinion[0]
+        else:  # as on the rank that failed
+            incident.notes = (*notes, incident.notes[-1])
+            incident.details.pop("retry", None)
+            self._budget.load_state_dict(budget)
         if recovery is not None:
             return recovery
         self._real.spend(run.iteration)
-        if not run.consensus.all_of(loops.put_back()):
+        back: list[bool] = []
+        if not _together(lambda: back.append(loops[0].put_back()), incident, run) or not run.consensus.all_of(
+            back[0]
+        ):
             incident.notes += ("its own gradients were written over when it was computed again",)
             run.undo_step()
             return None
@@ -296,6 +299,31 @@ class Retry(Recomputing, Detector):
         self._in_vain.load_state_dict(state["in_vain"])
         self._real.load_state_dict(state.get("real", {"spent": []}))  # a state of before there were any
         self._found_scale, self._edge = state["found_scale"], state["edge"]
+
+
+def _together(work: Callable[[], object], incident: Incident, run: Run) -> bool:
+    """Do something that may fail on a rank: then all ranks hear of it, and go on as those that did not do it.
+
+    Returns whether it was done on every rank; if not, the incident's last note says why.
+    """
+    plain, guard = run.consensus, GuardedConsensus(run.consensus, width=1)
+    run.consensus = guard
+    why = ""
+    try:
+        work()
+    except Exception as error:  # the user's forward= raises anything, and the loop's step may stand as it is
+        if not guard.left:
+            logger.exception("step %d could not be compared with what it came to before", run.step)
+            record_swallowed(error)
+            why = f"{type(error).__name__}: {error}"
+    finally:
+        run.consensus = plain
+    (failed,), busy = guard.close_with([int(bool(why))])
+    if not failed and not busy:
+        return True
+    told = next(filter(None, run.consensus.gather(why)), "the ranks did not do the same")
+    incident.notes += (f"computing the step again failed: {told}",)
+    return False
 
 
 def _doubt(again: Recomputed, incident: Incident, run: Run) -> str:
