@@ -17,7 +17,7 @@ from gradsentinel import NanCallback, Rollback
 from gradsentinel.state import saved_states
 from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
 from gradsentinel.state.archive_files import checksum, octets, write_file
-from gradsentinel.state.writer import Writer, WriterGone
+from gradsentinel.state.writer import NoWriter, Reliance, Writer, WriterGone
 from loops import build, make_batches
 
 
@@ -166,7 +166,7 @@ def test_where_there_can_be_none_it_says_so(monkeypatch, missing):
         monkeypatch.setattr(sys, "frozen", True, raising=False)
     else:
         monkeypatch.delattr(os, "writev")
-    with pytest.raises(WriterGone):
+    with pytest.raises(NoWriter):
         Writer()
 
 
@@ -203,7 +203,7 @@ def test_a_run_whose_states_are_large_uses_it(tmp_path, monkeypatch):
 
 def test_a_run_goes_on_without_it(tmp_path, monkeypatch, caplog):
     def none(memory):
-        raise WriterGone("no process can be started: [Errno 11] Resource temporarily unavailable")
+        raise NoWriter("this program is not run by a Python that could be started again")
 
     monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
     monkeypatch.setattr(saved_states, "Writer", none)
@@ -211,6 +211,56 @@ def test_a_run_goes_on_without_it(tmp_path, monkeypatch, caplog):
     assert failures == []
     assert len(names) == 1
     assert caplog.text.count("snapshots are written by a thread from now on") == 1
+
+
+@pytest.mark.parametrize("strike", ["when it starts", "in the middle"])
+def test_one_that_is_lost_is_replaced_and_not_for_ever(tmp_path, monkeypatch, caplog, strike):
+    """The states are those of a thread meanwhile; the third time waits longer than the second."""
+    asked, killed = [], [True, True, False, True, True]
+
+    class Mortal(Writer):
+        def __init__(self, memory=None):
+            asked.append(len(written))
+            doomed = killed.pop(0)
+            if doomed and strike == "when it starts":
+                raise WriterGone("no process can be started: [Errno 11] Resource temporarily unavailable")
+            super().__init__(memory)
+            if doomed:
+                self._process.kill()
+
+    written = []
+
+    class Counted(saved_states.SavedStates):
+        def _write_beside(self, snapshot):
+            path = super()._write_beside(snapshot)
+            written.append(path)
+            return path
+
+    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
+    monkeypatch.setattr(saved_states, "Writer", Mortal)
+    monkeypatch.setattr("gradsentinel.run.SavedStates", Counted)
+    failures, names = life(tmp_path / "run", steps=30)
+    assert failures == []
+    assert len(names) == 1
+    # Lost with states 0, 1, 4 and 8; of the second loss state 2, of the third states 5 to 7 are left out.
+    assert asked == [0, 1, 3, 4, 8]
+    assert len(written) == 14
+    assert caplog.text.count("then another process is started") == 1
+    assert caplog.text.count("snapshots are written by a thread from now on") == 1
+
+
+def test_what_was_lost_long_ago_does_not_count():
+    reliance = Reliance()
+    for _ in range(3):
+        reliance.lost(WriterGone("killed"))
+    for _ in range(3):
+        assert not reliance
+        reliance.left_out()
+    for _ in range(50):
+        assert reliance
+        reliance.kept()
+    reliance.lost(WriterGone("killed"))
+    assert reliance
 
 
 def test_a_disk_that_refuses_the_process_is_told_as_ever(tmp_path, monkeypatch):

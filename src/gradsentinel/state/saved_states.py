@@ -26,7 +26,7 @@ from gradsentinel.state.disk import Disk, is_of_the_disk
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.state.staging import Staging
 from gradsentinel.state.tree import UnsupportedStateError, flatten
-from gradsentinel.state.writer import Writer, WriterGone
+from gradsentinel.state.writer import Reliance, Writer, WriterGone
 from gradsentinel.store import unused
 
 logger = logging.getLogger("gradsentinel")
@@ -77,8 +77,8 @@ class SavedStates:
         """Those that this process has written, or found to be there."""
         self._asked: int | None = None
         """When the last was asked for, until older ones were thinned out."""
-        self._alone = False
-        """True if no process can write."""
+        self._process = Reliance()
+        """Whether a process writes the next one."""
         self._failed: list[tuple[Mark, str]] = []
         self._unusable: set[Mark] = set()
         """Those that some rank could not read."""
@@ -157,15 +157,19 @@ class SavedStates:
 
     def _write_beside(self, snapshot: Snapshot) -> Path:
         """Have a large one written by a process, where there can be one: see `gradsentinel.state.writer`."""
-        if self._alone or snapshot.nbytes() < _FOR_A_PROCESS:
+        if snapshot.nbytes() < _FOR_A_PROCESS:
+            return self._write(snapshot)
+        if not self._process:
+            self._process.left_out()
             return self._write(snapshot)
         try:
             with Writer(self._staging.shared) as writer:
-                return self._write(snapshot, writer)
+                path = self._write(snapshot, writer)
         except WriterGone as gone:
-            self._alone = True
-            logger.warning("snapshots are written by a thread from now on: %s", gone)
+            self._process.lost(gone)
             return self._write(snapshot)
+        self._process.kept()
+        return path
 
     def _write(self, snapshot: Snapshot, writer: Writer | None = None) -> Path:
         flaws = snapshot.flaws()

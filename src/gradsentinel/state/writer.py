@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import struct
 import subprocess
@@ -28,6 +29,8 @@ from typing import Any
 
 from gradsentinel.errors import GradSentinelError
 from gradsentinel.state.shared import SharedMemory
+
+logger = logging.getLogger("gradsentinel")
 
 fcntl: Any
 try:
@@ -44,8 +47,55 @@ _PIPE = 1 << 20
 _SHARED = 1 << 63
 
 
+_CHANCES = 4
+"""So many processes may be lost."""
+_FORGOTTEN = 50
+"""After so many states in a row that a process has written, those that were lost before do not count."""
+
+
 class WriterGone(GradSentinelError, RuntimeError):
-    """There is no such process here, or it has ended: the caller writes by itself."""
+    """There is no such process, or it has ended: the caller writes by itself."""
+
+
+class NoWriter(WriterGone):
+    """There can be no such process here, ever."""
+
+
+class Reliance:
+    """Says whether the next state is written by a process, or by the thread that would have started it.
+
+    One that is lost (killed for its memory, say) is replaced, but not at once for ever: after the second time
+    the next state is left to the thread, after the third the next three, after the fourth all of them.
+    """
+
+    def __init__(self) -> None:
+        self._lost = 0
+        self._left_out = 0
+        self._in_a_row = 0
+
+    def __bool__(self) -> bool:
+        return self._lost < _CHANCES and not self._left_out
+
+    def left_out(self) -> None:
+        """Hear that a state was left to the thread."""
+        self._left_out = max(0, self._left_out - 1)
+
+    def kept(self) -> None:
+        """Hear that a process has done its work."""
+        self._in_a_row += 1
+        if self._in_a_row >= _FORGOTTEN:
+            self._lost = 0
+
+    def lost(self, why: WriterGone) -> None:
+        """Hear that a process was lost; logs the first of a series, and the last."""
+        self._lost = _CHANCES if isinstance(why, NoWriter) else self._lost + 1
+        self._in_a_row = 0
+        if self._lost >= _CHANCES:
+            logger.warning("snapshots are written by a thread from now on: %s", why)
+            return
+        self._left_out = 2 ** (self._lost - 1) - 1
+        if self._lost == 1:
+            logger.warning("a thread writes this snapshot, then another process is started: %s", why)
 
 
 class Writer:
@@ -58,7 +108,7 @@ class Writer:
         memory: what it is to see of the training's memory; what lies elsewhere goes through the pipe.
 
     Raises:
-        WriterGone: none can be started.
+        WriterGone: none can be started; NoWriter if that will not change.
     """
 
     def __init__(self, memory: SharedMemory | None = None) -> None:
@@ -66,7 +116,7 @@ class Writer:
         self._memory, self._segments = memory, len(segments)
         restartable = sys.executable and not getattr(sys, "frozen", False) and _PROGRAM.is_file()
         if not restartable or not hasattr(os, "writev"):
-            raise WriterGone("this program is not run by a Python that could be started again")
+            raise NoWriter("this program is not run by a Python that could be started again")
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
                 [
