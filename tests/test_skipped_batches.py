@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from gradsentinel import (
+    Action,
+    BeforeClip,
     ConfigurationError,
+    Finding,
+    Kind,
     MagnitudeCallback,
     NanCallback,
+    Outcome,
     Rollback,
     Sentinel,
     Skip,
@@ -24,6 +29,7 @@ from gradsentinel import (
 from gradsentinel.data.skipped import FILE, Part, SkippedBatch, SkippedBatches
 from gradsentinel.ranks.consensus import LocalConsensus
 from gradsentinel.store import RunDirectory
+from loops import differences
 
 WIDTH = 4
 SIZE = 24
@@ -209,17 +215,89 @@ def test_only_the_guilty_micro_batch_of_a_step_is_left_out(tmp_path):
     assert [entry["batch"] for entry in on_disk(tmp_path)] == [2]
 
 
-def test_a_window_that_ends_with_a_left_out_batch_is_carried_over(tmp_path):
+def test_a_window_that_ends_with_a_left_out_batch_is_stepped_with_what_it_has(tmp_path):
     sentinel, model = sentinel_for(tmp_path)
     loader = batches(bad=[21])
     with sentinel:
         epoch(sentinel, model, loader, accumulate=2)
         applied = sentinel.applied_steps
         epoch(sentinel, model, loader, accumulate=2)
-        assert sentinel.applied_steps == applied + 2
+        assert sentinel.applied_steps == applied + 3
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert sentinel.data_position == {"epoch": 2, "batch": 0, "batches": 12}
         seen = epoch(sentinel, model, loader, accumulate=2)
         assert len(seen) == 5
-        assert sentinel.applied_steps == applied + 5  # 5 + 5 micro-batches in windows of 2
+        assert sentinel.applied_steps == applied + 6  # twice 5 micro-batches in windows of 2, 2 and 1
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_that_step_is_the_one_that_the_loop_asked_for(tmp_path, max_norm):
+    """Bit for bit what a loop does by hand that closes each epoch's last window; schedulers and all."""
+
+    torch.manual_seed(0)
+    whole = batches(bad=[21])
+    outcomes = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        if watched:
+            settings = {"callbacks": [NanCallback()], "scheduler": scheduler, "run_dir": tmp_path}
+            with Sentinel(model, optimizer, **settings) as sentinel:
+                for _ in range(4):
+                    for batch in sentinel.steps(whole, accumulate=2):
+                        sentinel.backward(model(batch["x"]).square().mean())
+                        sentinel.step(max_norm)
+        for windows in [] if watched else [[[0, 1], [2, 3]], *3 * [[[0, 1], [2, 3], [4]]]]:
+            for window in windows:
+                for number in window:
+                    (model(whole[number]["x"]).square().mean() / 2).backward()
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        outcomes.append({**model.state_dict(), "rate": torch.tensor(optimizer.param_groups[0]["lr"])})
+    assert differences(*outcomes) == []
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_window_is_stepped_too_if_the_sampler_leaves_the_last_batch_out(tmp_path, shuffle):
+    data = rows(bad=[20, 21, 22, 23])
+    order = RandomSampler(data) if shuffle else SequentialSampler(data)
+    loader = DataLoader(data, batch_sampler=SkipBatches(BatchSampler(order, 1, drop_last=True)))
+    sentinel, model = sentinel_for(tmp_path, NanCallback(), Skip(max_skips=10))
+    with sentinel:
+        epoch(sentinel, model, loader)
+        for _ in range(3):
+            before = sentinel.applied_steps
+            seen = epoch(sentinel, model, loader, accumulate=3)
+            assert len(seen) == 20
+            assert sentinel.applied_steps == before + 7
+
+
+def test_a_rollback_at_the_end_of_such_a_window_goes_on_in_the_epoch(tmp_path):
+    sentinel, model = sentinel_for(tmp_path, NanCallback(), Rollback(every=1, confirm_after=0, data="replay"))
+    loader = batches(bad=[21])
+    asked = []
+
+    def look(event):
+        asked.append(event.step)
+        wanted = event.step == 5 and asked.count(5) == 1
+        return Finding(kind=Kind.SPIKE, value=torch.tensor(wanted), action=Action.ROLLBACK)
+
+    with sentinel:
+        sentinel.on(BeforeClip, look)
+        epoch(sentinel, model, loader, accumulate=2)  # steps 0 and 1; the third fails
+        seen = epoch(sentinel, model, loader, accumulate=2)
+        assert asked == [0, 1, 2, 3, 4, 5]
+        assert [i.outcome for i in sentinel.incidents] == [Outcome.SKIPPED, Outcome.ROLLED_BACK]
+        assert [ids[0] for ids in seen] == [0, 4, 8, 12, 16]  # and the last one led to it, and is left out
+        assert sentinel.data_position == {"epoch": 2, "batch": 0, "batches": 12}
+        assert sentinel.applied_steps == 2 + 2
+        assert len(epoch(sentinel, model, loader, accumulate=2)) == 5
+        assert sentinel.applied_steps == 2 + 2 + 3
 
 
 def test_random_content_is_recognised_by_its_ids(tmp_path):

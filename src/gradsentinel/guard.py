@@ -253,3 +253,15 @@ def _told(optimizers: Sequence[Optimizer], found: Tensor) -> Iterator[None]:
     finally:
         for optimizer in told:
             del optimizer.found_inf, optimizer.grad_scale
+
+
+def chosen(
+    optimizer: Optimizer | Sequence[Optimizer] | None, known: tuple[Optimizer, ...]
+) -> tuple[Optimizer, ...]:
+    """Return the optimizers that are to step, None means all; raises ConfigurationError if unknown."""
+    if optimizer is None:
+        return known
+    mine = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    if any(all(one is not other for other in known) for one in mine):
+        raise ConfigurationError("step(optimizer=...) takes optimizers that were given at construction")
+    return mine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from gradsentinel.callback import Callback
 from gradsentinel.decision import Action, Decision
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.events import Event
+from gradsentinel.guard import chosen
 from gradsentinel.hints import BLIND, LEFT_OVER, NEVER_STEPPED, Hints, holds_gradients
 from gradsentinel.host import Forward, TorchHost
 from gradsentinel.incident import Incident
@@ -114,6 +116,7 @@ class Sentinel:
         self._made = 0  # steps on the batches in flight
         self._single = 0  # for so many batches in a row it was one
         self._last_of_loader = False
+        self._asked: Callable[[], Any] | None = None  # the step, in the middle of a window
         self._in_steps = False
         self._saw_backward = False
         self._hints = Hints()
@@ -137,8 +140,8 @@ class Sentinel:
 
         With `accumulate=k` each batch is one of k micro-batches of a step: `backward` divides the
         loss by k, and `step` does its work on every k-th batch and on the last one of a loader whose
-        length is known; on the others it returns None. An unfinished window of a loader of unknown
-        length is carried over to the next call.
+        length is known; on the others it returns None. If what comes behind that one is left out, the
+        step is made at the loop's end. An unfinished window of a loader of unknown length is carried over.
         """
         if accumulate < 1:
             raise ConfigurationError(f"accumulate={accumulate} must be at least 1")
@@ -150,13 +153,11 @@ class Sentinel:
     def _steps(self, loader: Iterable[B], accumulate: int) -> Iterator[B]:
         run = self._watch.run
         if self._in_steps:
-            raise ConfigurationError(
-                "steps() inside steps(): iterate over validation data without the sentinel"
-            )
+            raise ConfigurationError("steps() inside steps(): draw validation data without the sentinel")
         self._window = accumulate
         self._in_steps = True
         try:
-            for index, batch, total in run.course.batches(run, loader):
+            for index, batch, total in run.course.batches(run, loader, self._close_window):
                 if self._stepped:
                     self._in_window, self._stepped = 0, False
                     self._single = self._single + 1 if self._made == 1 else 0
@@ -167,7 +168,7 @@ class Sentinel:
                     left = accumulate if total is None else max(1, total - index)
                     self._watch.expected_microbatches = min(accumulate, left)
                 self._watch.batch(batch)
-                self._in_window += 1
+                self._in_window, self._asked = self._in_window + 1, None
                 self._last_of_loader = total is not None and index + 1 >= total
                 run.data["batch"] = index + 1
                 run.data["batches"] += 1
@@ -228,11 +229,13 @@ class Sentinel:
         if self._closed:
             raise RuntimeError("this Sentinel is closed")
         if self._in_steps and self._in_window < self._window and not self._last_of_loader:
+            self._asked = partial(self.step, max_norm, norm_type=norm_type, optimizer=optimizer)
             return None
+        self._asked = None
         self._freshen()
         if not self._saw_backward:
             self._hints.tell(BLIND)
-        optimizers = self._choose(optimizer)
+        optimizers = chosen(optimizer, self.host.optimizers)
         norm, self._decision = self._guard.step(optimizers, max_norm=max_norm, norm_type=norm_type)
         self._stepped = True
         self._saw_backward = False
@@ -358,10 +361,7 @@ class Sentinel:
             self._hints.tell(NEVER_STEPPED)
         self._closed = True
         try:
-            if error is None:
-                self._guard.drain()
-            else:
-                self._guard.give_up()
+            (self._guard.drain if error is None else self._guard.give_up)()
             self._watch.close(error)
         except BaseException as late:
             error = error or late
@@ -374,16 +374,19 @@ class Sentinel:
 
     # -- small things --------------------------------------------------------------------------------
 
-    def _choose(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
-        if optimizer is None:
-            return self.host.optimizers
-        chosen = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-        for one in chosen:
-            if all(one is not known for known in self.host.optimizers):
-                raise ConfigurationError(
-                    "step(optimizer=...) takes optimizers that were given at construction"
-                )
-        return chosen
+    def _close_window(self) -> None:
+        """Make the step that the loop asked for at the last batch before those that are left out at the end.
+
+        Gradients that the ranks have not added up wait for the pass that does it, in the next epoch.
+        """
+        run = self._watch.run
+        switches = run.scene.passes[-1].reduction if run.scene.passes else ()
+        if self._asked is None:
+            return
+        if run.consensus.world_size == 1 or (switches and all(switches)):
+            self._last_of_loader = True
+            self._asked()
+        self._stepped = True  # the loop counts anew, so that pass is not where this window would be full
 
     def _freshen(self) -> None:
         """Take the initial state again if a checkpoint was loaded between construction and first use."""
@@ -391,7 +394,6 @@ class Sentinel:
             return
         if not self._in_steps:
             self._watch.run.course.refuse(None)
-        loaded = any(version_of(parameter) != version for parameter, version in self._untouched)
-        if loaded and not self._in_steps:
-            self._watch.prepare()
+            if any(version_of(parameter) != version for parameter, version in self._untouched):
+                self._watch.prepare()
         self._untouched = None

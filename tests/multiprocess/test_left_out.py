@@ -1,5 +1,6 @@
 """A batch that is bad on one rank is left out on all of them, or on none: they stay in step."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,38 @@ def test_a_spike_of_one_rank_is_tried_again_by_all(tmp_path):
         assert one["incidents"] == [1, 5, 9]
         assert [len(seen) for seen in one["epochs"]] == [4, 4, 4]
         assert len(one["restarted"]) == 3  # after three epochs it is left out for good
+
+
+# -- the last one, with accumulation ----------------------------------------------------------------------
+
+
+def accumulating(rank: int, folder: Path, sync: str) -> dict[str, Any]:
+    data = rows(float("nan"))
+    data[BAD]["x"], data[SIZE - 1]["x"] = data[SIZE - 1]["x"], data[BAD]["x"]  # in the last batch of rank 1
+    order = DistributedSampler(data, shuffle=False)  # type: ignore[arg-type]
+    loader: Any = DataLoader(data, batch_size=4, sampler=order)  # type: ignore[arg-type]
+    sentinel, model = make(folder)
+    applied = []
+    with sentinel:
+        for _ in range(4):
+            for number, batch in enumerate(sentinel.steps(loader, accumulate=4)):
+                waits = sync == "at the end" and number + 1 < len(loader)
+                with model.no_sync() if waits else contextlib.nullcontext():
+                    sentinel.backward(model(batch["x"]).square().mean())
+                sentinel.step()
+            applied.append(sentinel.applied_steps)
+    return {"applied": applied, "weights": [p.detach() for p in model.parameters()]}
+
+
+@pytest.mark.parametrize(
+    ("sync", "applied"),
+    [
+        ("always", [0, 1, 2, 3]),
+        ("at the end", [0, 0, 0, 0]),  # nothing adds the gradients up, and with parts nobody may step
+    ],
+)
+def test_a_window_at_the_end_is_stepped_on_all_ranks(tmp_path, sync, applied):
+    run = tmp_path / "run"
+    one, other = run_ranks(lambda rank: accumulating(rank, run, sync), 2, tmp_path)
+    assert one["applied"] == other["applied"] == applied
+    assert torch.equal(one["weights"][0], other["weights"][0])

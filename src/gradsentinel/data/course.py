@@ -95,8 +95,13 @@ class Course:
                     "or a DataLoader, or use data='go_on'"
                 )
 
-    def batches(self, run: Run, loader: Iterable[Any]) -> Iterator[Drawn]:
-        """Yield what one call of `steps` draws; the caller counts what it takes in `run.data`."""
+    def batches(
+        self, run: Run, loader: Iterable[Any], at_end: Callable[[], None] = lambda: None
+    ) -> Iterator[Drawn]:
+        """Yield what one call of `steps` draws; the caller counts what it takes in `run.data`.
+
+        `at_end` is called at the end of each epoch whose length is known.
+        """
         self._append(run, loader)
         while self._now < len(self._stretches):
             stretch = self._stretches[self._now]
@@ -105,7 +110,7 @@ class Course:
                 length = len(stretch.loader)  # type: ignore[arg-type]
             left = True
             try:
-                yield from self._of(stretch, run, length)
+                yield from self._of(stretch, run, length, at_end)
                 left = False
             finally:
                 if left:
@@ -114,7 +119,9 @@ class Course:
                 self._now += 1
         self._now = len(self._stretches) - 1
 
-    def _of(self, stretch: Stretch, run: Run, length: int | None) -> Iterator[Drawn]:
+    def _of(
+        self, stretch: Stretch, run: Run, length: int | None, at_end: Callable[[], None]
+    ) -> Iterator[Drawn]:
         """Yield the batches of one stretch until its end, or until the run goes back."""
         again = stretch.start is not None
         drawn = enumerate(self._open(stretch, run), run.data["batch"])
@@ -129,6 +136,10 @@ class Course:
             if stretch.end is not None and number + 1 >= stretch.end:
                 break
         if stretch.end is None:
+            if length is not None:
+                at_end()
+            if self._back is not None:
+                return
             run.data["epoch"] += 1
             run.data["batch"] = 0
 
