@@ -32,6 +32,7 @@ from gradsentinel.state.disk import Disk
 from gradsentinel.state.health import StateHealth, in_words
 from gradsentinel.state.layout import layout_of
 from gradsentinel.state.lock import RunLock
+from gradsentinel.state.resharding import divide_anew
 from gradsentinel.state.rng import RngState
 from gradsentinel.state.saved_states import SavedStates
 from gradsentinel.state.snapshot import Snapshot
@@ -202,7 +203,7 @@ class Run:
         snapshot: Snapshot | None = None
         failure: Exception | None = None
         if path is None:
-            mark, snapshot = self.states.load_newest()
+            mark, snapshot = self.states.load_newest(self._divided)
         try:
             snapshot = snapshot or self.states.load(Path(path or ""))
             self.restore(snapshot)
@@ -219,6 +220,20 @@ class Run:
             self.states.go_on_from(mark)
         self.iteration = max(self.iteration, snapshot.iteration, self.states.last_iteration())
         return snapshot
+
+    def _divided(self, paths: Sequence[Path]) -> Snapshot:
+        """Return this rank's part of a state that another number of ranks has saved."""
+        here = self.consensus
+        if not here.rank:
+            logger.warning(
+                "the state was saved by %d ranks and is taken by %d: weights and moments are divided anew, "
+                "the position in the data is the number of batches that each of those %d had drawn",
+                len(paths),
+                here.world_size,
+                len(paths),
+            )
+        named = self.scene.buffers.named()
+        return divide_anew(paths, self.host, named, rank=here.rank, ranks=here.world_size)
 
     @contextmanager
     def as_it_was(

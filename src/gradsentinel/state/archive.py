@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import stat
+import struct
 import time
 import zlib
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from torch import Tensor
 from gradsentinel.errors import GradSentinelError
 from gradsentinel.state.archive_files import (
     checksum,
+    map_tensor_file,
     read_tensor_file,
     sync_directory,
     write_file,
@@ -132,7 +134,12 @@ def write_archive(
 
 
 def read_archive(
-    path: str | os.PathLike[str], *, kind: str, device: torch.device | str = "cpu", schema: int = 1
+    path: str | os.PathLike[str],
+    *,
+    kind: str,
+    device: torch.device | str = "cpu",
+    schema: int = 1,
+    lazily: bool = False,
 ) -> tuple[Any, Any]:
     """Verify an archive and return its state, the tensors on ``device``, and its meta.
 
@@ -141,6 +148,7 @@ def read_archive(
         kind: the kind it must be of.
         device: where its tensors go.
         schema: the newest schema that the caller understands.
+        lazily: the tensors are the files, read when they are used; `check_archive` verifies them.
 
     Raises:
         ArchiveError: it is missing, foreign, of another kind, too new, truncated, or damaged.
@@ -153,16 +161,28 @@ def read_archive(
                 raise ArchiveError(f"the archive {path} holds a file that is not part of it: {name}")
         tensors: dict[str, Tensor] = {}
         for name, (_, crc32) in manifest.files.items():
-            if checksum(path / name) != crc32:
-                raise ArchiveError(f"the archive {path} is damaged: {name} does not match its checksum")
-            if name != _SKELETON:
+            if not lazily or name == _SKELETON:
+                _check_sum(path / name, crc32)
+            if name != _SKELETON and lazily:
+                tensors.update(map_tensor_file(path / name))
+            elif name != _SKELETON:
                 tensors.update(read_tensor_file(path / name, device))
         skeleton = json.loads((path / _SKELETON).read_bytes())
         return unflatten(tensors, skeleton), manifest.meta
     except OSError as error:
         raise ArchiveError(f"cannot read the archive {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError, SafetensorError) as error:
+    except (ValueError, LookupError, RecursionError, SafetensorError, struct.error) as error:
         raise ArchiveError(f"the archive {path} is damaged: {error}") from error
+
+
+def check_archive(path: str | os.PathLike[str], *, kind: str) -> None:
+    """Read all files of an archive and compare their checksums; raises ArchiveError."""
+    path = Path(path)
+    for name, (_, crc32) in read_manifest(path, kind=kind).files.items():
+        try:
+            _check_sum(path / name, crc32)
+        except OSError as error:
+            raise ArchiveError(f"cannot read the archive {path}: {error.strerror or error}") from error
 
 
 def read_manifest(
@@ -299,6 +319,11 @@ def _crc_of(body: Mapping[str, Any]) -> str:
 
 def _too_new(path: Path, found: int, known: int) -> str:
     return f"{path} was written by a newer GradSentinel (schema {found}, this one reads {known}): upgrade"
+
+
+def _check_sum(path: Path, crc32: str) -> None:
+    if checksum(path) != crc32:
+        raise ArchiveError(f"the archive {path.parent} is damaged: {path.name} does not match its checksum")
 
 
 def _check_size(path: Path, size: int) -> None:

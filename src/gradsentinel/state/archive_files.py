@@ -73,6 +73,25 @@ def read_tensor_file(path: Path, device: torch.device | str) -> dict[str, Tensor
         return {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
 
 
+def map_tensor_file(path: Path) -> dict[str, Tensor]:
+    """Return tensors that are the file itself: of each, what is used is read from the disk when it is used.
+
+    Raises ValueError or RuntimeError if it is no safetensors file.
+    """
+    dtypes = dict(zip(_CODES, NATIVE_DTYPES, strict=True))
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(min(length, size)))
+    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
+    header.pop("__metadata__", None)
+    found = {}
+    for name, facts in header.items():
+        begin, end = facts["data_offsets"]
+        found[name] = data[begin:end].view(dtypes[facts["dtype"]]).reshape(facts["shape"])
+    return found
+
+
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Write a new file, synced to disk, and return its ``bytes`` and ``crc32``; raises OSError."""
     size = crc = 0

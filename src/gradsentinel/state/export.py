@@ -8,22 +8,15 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsentinel.state.archive import (
-    ArchiveError,
-    list_archives,
-    read_archive,
-    read_manifest,
-    temporary_beside,
-)
+from gradsentinel.state.archive import ArchiveError, read_archive, temporary_beside
 from gradsentinel.state.archive_files import octets, sync_directory
-from gradsentinel.state.saved_states import SNAPSHOT_KIND
+from gradsentinel.state.parts import SNAPSHOT_KIND, SavedState, complete_states
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.store import RunDirectory
 
@@ -31,31 +24,9 @@ _Chunk = tuple[str, tuple[int, ...]]
 """A tensor by its key in the checkpoint, and where in the whole the part begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """The archives of one state, one of each rank."""
-
-    step: int
-    iteration: int
-    paths: tuple[Path, ...]
-    """By rank."""
-
-
 def saved_states(run_dir: Path) -> list[SavedState]:
     """Return the known-good states in a run directory that all ranks have, oldest first."""
-    found: dict[tuple[int, int, int], dict[int, Path]] = {}
-    for path in list_archives(RunDirectory(run_dir).snapshots, SNAPSHOT_KIND):
-        meta = read_manifest(path, kind=SNAPSHOT_KIND).meta
-        _, _, rank = path.name.partition("-rank")
-        number = rank.partition("-")[0]
-        if path.name.startswith("step-") and number.isdigit() and isinstance(meta, Mapping):
-            mark = (int(meta["iteration"]), int(meta["step"]), int(meta["world_size"]))
-            found.setdefault(mark, {})[int(number)] = path
-    return [
-        SavedState(step, iteration, tuple(paths[rank] for rank in range(size)))
-        for (iteration, step, size), paths in sorted(found.items())
-        if set(paths) >= set(range(size))
-    ]
+    return complete_states(RunDirectory(run_dir).snapshots)
 
 
 def export(run_dir: Path, target: Path, *, step: int | None = None) -> SavedState:
@@ -152,33 +123,8 @@ class _Part:
     ) -> None:
         self._snapshot, self._rank = snapshot, rank
         self._told, self._sums = told, sums
-        self._shards: dict[int, Mapping[str, Any]] = {}
-        self.planner = _planner(self._nest(), self._write_items)
-
-    def _nest(self) -> dict[str, Any]:
-        snapshot = self._snapshot
-        shards = snapshot.layout.get("shards", {})
-        model = {**snapshot.parameters, **snapshot.buffers}
-        for name, tensor in model.items():
-            if name in shards:
-                self._shards[id(tensor)] = shards[name]
-        nest: dict[str, Any] = {**snapshot.stateful, "model": model}
-        nest |= {"step": snapshot.step, "data": dict(snapshot.data)}
-        states: dict[str, Any] = {}
-        groups: list[Any] = []
-        members = snapshot.layout.get("groups", ())
-        for optimizer, names in zip(snapshot.optimizers, members, strict=False):
-            if not (isinstance(optimizer, Mapping) and {"state", "groups"} <= optimizer.keys()):
-                continue  # a framework's own, whose state only that framework can read
-            states |= optimizer["state"]
-            groups += [{**g, "params": list(n)} for g, n in zip(optimizer["groups"], names, strict=False)]
-        for name, moments in states.items():
-            here = snapshot.parameters.get(name)
-            for tensor in moments.values():
-                alike = isinstance(tensor, Tensor) and here is not None and tensor.shape == here.shape
-                if alike and name in shards:
-                    self._shards[id(tensor)] = shards[name]
-        return {**nest, "optimizer": {"state": states, "param_groups": groups}}
+        nest, self._shards = named_nest(snapshot)
+        self.planner = _planner(nest, self._write_items)
 
     def _write_items(self, flat: Mapping[str, Any]) -> list[Any]:
         """Return what this rank writes: its shards, and what no rank before it has written whole."""
@@ -210,6 +156,36 @@ class _Part:
         if rank == self._rank:
             self._sums[key, (0,) * value.dim()] = crc
             yield _item(key, value, (0,) * value.dim(), tuple(value.shape))
+
+
+def named_nest(snapshot: Snapshot) -> tuple[dict[str, Any], dict[int, Mapping[str, Any]]]:
+    """Return a state under the names of torch's `get_state_dict`, and the place in the whole of each shard.
+
+    The places are by the tensors' ids.
+    """
+    places: dict[int, Mapping[str, Any]] = {}
+    shards = snapshot.layout.get("shards", {})
+    model = {**snapshot.parameters, **snapshot.buffers}
+    for name, tensor in model.items():
+        if name in shards:
+            places[id(tensor)] = shards[name]
+    nest: dict[str, Any] = {**snapshot.stateful, "model": model}
+    nest |= {"step": snapshot.step, "data": dict(snapshot.data)}
+    states: dict[str, Any] = {}
+    groups: list[Any] = []
+    members = snapshot.layout.get("groups", ())
+    for optimizer, names in zip(snapshot.optimizers, members, strict=False):
+        if not (isinstance(optimizer, Mapping) and {"state", "groups"} <= optimizer.keys()):
+            continue  # a framework's own, whose state only that framework can read
+        states |= optimizer["state"]
+        groups += [{**g, "params": list(n)} for g, n in zip(optimizer["groups"], names, strict=False)]
+    for name, moments in states.items():
+        here = snapshot.parameters.get(name)
+        for tensor in moments.values():
+            alike = isinstance(tensor, Tensor) and here is not None and tensor.shape == here.shape
+            if alike and name in shards:
+                places[id(tensor)] = shards[name]
+    return {**nest, "optimizer": {"state": states, "param_groups": groups}}, places
 
 
 def _planner(nest: Mapping[str, Any], write_items: Any) -> Any:

@@ -23,6 +23,8 @@ from gradsentinel.state.archive import (
 )
 from gradsentinel.state.background import Background
 from gradsentinel.state.disk import Disk, is_of_the_disk
+from gradsentinel.state.parts import SNAPSHOT_KIND, complete_states, orphans
+from gradsentinel.state.resharding import CannotDivide
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.state.staging import Staging
 from gradsentinel.state.tree import UnsupportedStateError, flatten
@@ -31,7 +33,6 @@ from gradsentinel.store import unused
 
 logger = logging.getLogger("gradsentinel")
 
-SNAPSHOT_KIND = "snapshot"
 _PATIENCE = 600.0
 """Seconds that the training waits for a disk that is slower than the snapshots follow each other."""
 
@@ -106,7 +107,7 @@ class SavedStates:
         self._last, self._asked = mark, now
 
         def write() -> None:
-            if mark in self.saved():  # it was taken up again, or gone back to
+            if self._is_ours(self.saved().get(mark)):  # it was taken up again, or gone back to
                 self._written.add(mark)
                 return
             started = time.perf_counter()
@@ -248,7 +249,8 @@ class SavedStates:
 
         def delete() -> None:
             saved = self.saved()
-            for mark, path in saved.items():
+            left = orphans(self.directory, self._consensus.world_size) if not self._consensus.rank else ()
+            for mark, path in (*saved.items(), *left):
                 if is_gone(mark, saved):
                     remove_archive(path)
 
@@ -262,7 +264,9 @@ class SavedStates:
         with suppress(ArchiveError):
             for path in list_archives(self.directory, SNAPSHOT_KIND):
                 mark = self._mark_of(path)
-                if mark is not None and mark not in self._unusable:
+                if mark is None or mark in self._unusable:
+                    continue
+                if mark not in found or not self._is_ours(found[mark]):
                     found[mark] = path
         return dict(sorted(found.items()))
 
@@ -274,11 +278,18 @@ class SavedStates:
         iteration = meta.get("iteration", int(match[1]))
         return (iteration, int(match[1])) if isinstance(iteration, int) else None
 
+    def _is_ours(self, path: Path | None) -> bool:
+        """Whether there is an archive of as many ranks as there are."""
+        return path is not None and _meta(path).get("world_size") == self._consensus.world_size
+
     def newest(self) -> Mark | None:
         """Return the newest state that every rank has, None if there is none; called on every rank.
 
+        One that another number of ranks has saved counts if every rank sees all its parts.
+
         Raises:
-            ArchiveError: if the states were saved by another number of ranks; on every rank.
+            ArchiveError: if the newest was saved by another number of ranks, and parts of it are not here; on
+                every rank.
         """
         everyone = self._survey()
         here = self._consensus.world_size
@@ -291,28 +302,49 @@ class SavedStates:
         ]
         if others:
             mark, size = max(others)
+            if self._consensus.all_of(self._parts(mark, size) is not None):
+                return mark
             raise ArchiveError(
                 f"the state of step {mark[1]} in {self.directory} was saved by {size} ranks, this job has "
-                f"{here}: each rank takes back its own part, so start as many again"
+                f"{here}, and not every rank sees all {size} parts: put the run directory where all see it, "
+                "or start as many again"
             )
         return newest
 
-    def load_newest(self) -> tuple[Mark, Snapshot]:
+    def _parts(self, mark: Mark, size: int | None = None) -> tuple[Path, ...] | None:
+        """Return the archives of a state that another number of ranks has saved, None if one is missing."""
+        here = self._consensus.world_size
+        for one in complete_states(self.directory):
+            count = len(one.paths)
+            if (one.iteration, one.step) == mark and count != here and size in (None, count):
+                return one.paths
+        return None
+
+    def load_newest(self, divide: Callable[[tuple[Path, ...]], Snapshot]) -> tuple[Mark, Snapshot]:
         """Read the newest state that every rank has and can read; called on every rank.
 
         One that is damaged on some rank is reported and passed over.
 
+        Args:
+            divide: makes this rank's part of the archives of another number of ranks.
+
         Raises:
-            ArchiveError: if there is none, on every rank.
+            ArchiveError: if there is none, or it cannot be divided anew; on every rank.
         """
         failure: Exception | None = None
         while (mark := self.newest()) is not None:
-            snapshot = None
+            snapshot, refusal = None, ""
             try:
-                snapshot = self.load(self.saved()[mark])
+                parts = None if mark in self._whole else self._parts(mark)
+                snapshot = self.load(self.saved()[mark]) if parts is None else divide(parts)
+            except CannotDivide as error:
+                refusal = f"the state of step {mark[1]} cannot be divided anew: {error}"
             except (ArchiveError, RuntimeError) as error:
                 failure = error
                 logger.error("the state of step %d cannot be used: %s", mark[1], error)  # noqa: TRY400
+            told = next(filter(None, self._consensus.gather(refusal)), None)
+            if told is not None:
+                raise ArchiveError(told)
             if self._consensus.all_of(snapshot is not None) and snapshot is not None:
                 return mark, snapshot
             self._set_aside(mark)
