@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gradsentinel import NanCallback, Rollback
-from gradsentinel.state import saved_states
+from gradsentinel.state import saved_states, writer_program
 from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
 from gradsentinel.state.archive_files import checksum, octets, write_file
 from gradsentinel.state.writer import NoWriter, Reliance, Writer, WriterGone
@@ -156,6 +156,33 @@ def test_signals_that_are_meant_for_the_training_do_not_stop_it(tmp_path):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             writer._process.send_signal(number)
         assert writer.write_file(tmp_path / "second", [b"y"])["bytes"] == 1
+
+
+def test_a_file_system_that_takes_nothing_past_its_cache(tmp_path, monkeypatch):
+    """One that says so only when something is written, or read."""
+    refused = []
+
+    def refuse(call):
+        def made(descriptor, what):
+            if descriptor > 2 and writer_program.is_past_the_cache(descriptor):
+                refused.append(call.__name__)
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return call(descriptor, what)
+
+        return made
+
+    data = os.urandom(3_500_000)
+    told = iter([len(data) | 1 << 63, 0, 0, 0])
+    monkeypatch.setattr(writer_program, "take_number", lambda: next(told))
+    monkeypatch.setattr(os, "write", refuse(os.write))
+    monkeypatch.setattr(os, "readv", refuse(os.readv))
+    buffer, path = memoryview(bytearray(1 << 20)), os.fsencode(tmp_path / "a")
+    facts = writer_program.write_file(path, buffer, [memoryview(data)])
+    if not refused:
+        pytest.skip("this one never does")
+    assert facts["crc32"] == writer_program.checksum(path, buffer)["crc32"]
+    assert (tmp_path / "a").read_bytes() == data
+    assert refused == ["write", "readv"]
 
 
 @pytest.mark.parametrize("missing", ["executable", "frozen", "writev"])
