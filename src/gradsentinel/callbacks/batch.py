@@ -24,15 +24,9 @@ from gradsentinel.callbacks.batch_evidence import (
 from gradsentinel.callbacks.batch_fields import Reader, checked_ranges, is_empty, tables_of
 from gradsentinel.callbacks.batch_gross import Beyond, Gross
 from gradsentinel.callbacks.batch_habits import Habits, Oddity
-from gradsentinel.callbacks.batch_look import Look, either, told_of, warning, was_fine, where_bad
-from gradsentinel.callbacks.batch_meter import (
-    BEYOND,
-    EMPTY,
-    NONFINITE,
-    OUT_OF_RANGE,
-    UNSELECTED,
-    Meter,
-)
+from gradsentinel.callbacks.batch_look import Look, either, flag_on, told_of, warning, was_fine, where_bad
+from gradsentinel.callbacks.batch_meter import Meter
+from gradsentinel.callbacks.batch_reading import BEYOND, EMPTY, NONFINITE, OUT_OF_RANGE, UNSELECTED, Reading
 from gradsentinel.callbacks.batch_share import Share
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
@@ -91,7 +85,7 @@ class BatchCallback(Comparer):
     """Micro-batches whose numbers are to be judged when it is known how their step went."""
     _told: set[tuple[str, str]] = field(default_factory=set, init=False, repr=False)
     """What the model copes with: fault and field."""
-    _allowed: set[str] = field(default_factory=set, init=False, repr=False)
+    _allowed: frozenset[str] = field(default=frozenset(), init=False, repr=False)
     _number: int = field(default=0, init=False, repr=False)
     _in_flight: bool = field(default=False, init=False, repr=False)
     _share: Share = field(default_factory=Share, init=False, repr=False)
@@ -114,7 +108,7 @@ class BatchCallback(Comparer):
             raise ConfigurationError(f"limit={self.limit} must be above 0")
         if self.drop_beyond is not None and not self.drop_beyond > 1:
             raise ConfigurationError(f"drop_beyond={self.drop_beyond} is a factor above 1, or None for never")
-        self._allowed = set(self.allow_nonfinite)
+        self._allowed = frozenset(self.allow_nonfinite)
         self._reader = Reader(ranges, {})
         self._meter = Meter(self.ignore_index)
         self._habits = Habits(warmup=self.warmup, limit=self.limit)
@@ -127,7 +121,11 @@ class BatchCallback(Comparer):
 
     def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool:
         """Return True unless a batch is far beyond the others; the rest it says of what is not finite."""
-        return all(look.arrived() and not self._beyond(look) for look in self._looks)
+        for look in self._looks:
+            for reading, _, letter in look.letters:
+                if not letter.arrived() or (reading.plan.sizes and self._beyond(look)):
+                    return False
+        return True
 
     def on_run_start(self, event: events.RunStart) -> None:
         """See what the model can look up."""
@@ -148,21 +146,20 @@ class BatchCallback(Comparer):
             look.drawn = self._run.scene.microbatches[-1]
         self._looks.append(look)
         self._waiting.append(look)
-        self._hint([one.path for one, _ in fields])
-        self._share.count(event.batch, fields, self.ignore_index)
-        if look.empty:
-            look.bad = self._here(torch.ones((), dtype=torch.bool))
+        if self._reader.unused:
+            self._hint([one.path for one, _ in fields])
+        if self._share.several:
+            self._share.count(event.batch, fields, self.ignore_index)
         if look.empty or not fields:
-            return []
-        due = self.statistics_every and self._number % self.statistics_every == 0
+            return ()
+        due = bool(self.statistics_every) and self._number % self.statistics_every == 0
         self._number += 1
         outside: list[Tensor] = []
-        for reading in self._meter.measure(fields, allowed=self._allowed, statistics=bool(due)):
-            look.letters.append((reading, *self._post(reading.sheet)))
-            look.bad = either(look.bad, None if reading.bad is None else self._here(reading.bad))
+        for reading in self._meter.measure(fields, allowed=self._allowed, statistics=due):
+            look.letters.append((reading, *self._post(reading)))
             outside += reading.outside
         if not outside:
-            return []
+            return ()
         confirm = self._confirming([look], only=OUT_OF_RANGE)
         flags = [flag for flag in map(self._here, outside) if flag is not None]
         return [self._finding(flag, confirm, look.microbatch) for flag in flags]
@@ -174,8 +171,8 @@ class BatchCallback(Comparer):
             return []
         look.judged = True
         found = self._far_out(look)
-        if look.bad is not None and event.loss is not None:
-            spoilt = where_bad(look.bad, event.loss)
+        if event.loss is not None and (bad := look.spoils(self._device)) is not None:
+            spoilt = where_bad(bad, event.loss)
             found.append(self._finding(spoilt, self._confirming([look]), look.microbatch))
         return found
 
@@ -184,9 +181,11 @@ class BatchCallback(Comparer):
         found: list[Finding] = []
         if self._run is not None and self._run.consensus.world_size == 1:  # several ask before, if at all
             found = [one for look in self._looks if not look.judged for one in self._far_out(look)]
-        looks = [look for look in self._looks if look.bad is not None]
+        if event.loss_scale is not None:  # the scaler drops such a step itself
+            return found
+        looks = [look for look in self._looks if look.spoils(self._device) is not None]
         bad = reduce(either, (look.bad for look in looks), None)
-        if bad is not None and event.loss_scale is None:  # else the scaler drops such a step itself
+        if bad is not None:
             spoilt = where_bad(bad, event.gradients.total_norm)
             found.append(self._finding(spoilt, self._confirming(looks), None))
         return found
@@ -225,19 +224,23 @@ class BatchCallback(Comparer):
         faults = [fault_beyond(one, look.batch) for one in beyond]
         return evidence_of(faults, look.ids, Action.parse(self.action), look.microbatch)
 
-    def _post(self, sheet: Tensor) -> tuple[Mailbox, Letter]:
-        mailbox = self._mailboxes.get(sheet.device)
+    def _post(self, reading: Reading) -> tuple[Mailbox | None, Letter]:
+        device, sheet = reading.plan.device, reading.sheet
+        if reading.plan.on_host:  # a sheet belongs to nobody else: it is the letter
+            return None, Letter(sheet, None)
+        mailbox = self._mailboxes.get(device)
         if mailbox is None:
-            mailbox = self._mailboxes[sheet.device] = Mailbox(sheet.device)
-        # A sheet belongs to nobody else: in host memory it is the letter.
-        return mailbox, Letter(sheet, None) if sheet.device.type == "cpu" else mailbox.post(sheet)
+            mailbox = self._mailboxes[device] = Mailbox(device)
+        return mailbox, mailbox.post(sheet)
+
+    @property
+    def _device(self) -> torch.device | None:
+        """The run's device."""
+        return None if self._run is None else self._run.host.device
 
     def _here(self, flag: Tensor) -> Tensor | None:
-        """Return a flag on the run's device; one in host memory is read, which waits for nothing."""
-        device = self._run.host.device if self._run is not None else flag.device
-        if flag.device.type == "cpu" and device.type != "cpu" and not bool(flag):
-            return None
-        return flag.to(device, non_blocking=True)
+        """Return a flag on the run's device; None if that is in host memory and false."""
+        return flag_on(self._device, flag)
 
     def _finding(
         self, value: Tensor, confirm: Callable[[], Evidence | None], microbatch: int | None
@@ -271,7 +274,7 @@ class BatchCallback(Comparer):
         """Judge what was measured, as far as it has arrived: what the model coped with, what is unusual."""
         self._in_flight = False
         self._share.steps += 1
-        findings = []
+        findings: list[Finding] = []
         while self._waiting and self._waiting[0].step <= event.step and self._waiting[0].arrived():
             look = self._waiting.popleft()
             marks, odd = self._read(look, learn=event.applied)
@@ -323,18 +326,20 @@ class BatchCallback(Comparer):
         """Return the faults that were not told yet, and what is unusual."""
         marks = [(EMPTY, "")] if look.empty else []
         odd: list[Oddity] = []
-        read = look.read()
-        for _, mailbox, letter in look.letters:
-            mailbox.take_back(letter)
-        for reading, sheet in read:
+        for reading, sheet in look.read():
             marks += reading.marks(sheet)
-            if learn:
+            if learn and reading.plan.sizes:
                 self._gross.learn(look.step, reading, sheet)
-            rows = reading.rows(sheet)
-            if learn and rows is not None:
+            rows = reading.rows(sheet) if learn else None
+            if rows is not None:
                 odd += self._habits.judge(look.step, reading.statistics(sheet), rows)
-        silent = {UNSELECTED, OUT_OF_RANGE}  # no fault by itself; told at once
-        return [mark for mark in marks if mark not in self._told and mark[0] not in silent], odd
+        for _, mailbox, letter in look.letters:
+            if mailbox is not None:
+                mailbox.take_back(letter)
+        if marks:
+            silent = {UNSELECTED, OUT_OF_RANGE}  # no fault by itself; told at once
+            marks = [mark for mark in marks if mark not in self._told and mark[0] not in silent]
+        return marks, odd
 
     def _coped(self, look: Look, marks: Sequence[tuple[str, str]]) -> Callable[[], Evidence | None]:
         """Return what tells of faults that did no harm, once each."""

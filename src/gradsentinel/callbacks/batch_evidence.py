@@ -12,7 +12,8 @@ from torch import Tensor
 from gradsentinel.callbacks.batch_fields import Field, Reader, is_empty, record_count
 from gradsentinel.callbacks.batch_gross import Beyond
 from gradsentinel.callbacks.batch_habits import COPIES, MANY, OUTLIER, Oddity
-from gradsentinel.callbacks.batch_meter import (
+from gradsentinel.callbacks.batch_meter import fully_masked_rows
+from gradsentinel.callbacks.batch_reading import (
     BEYOND,
     EMPTY,
     IGNORED,
@@ -20,7 +21,6 @@ from gradsentinel.callbacks.batch_meter import (
     NONFINITE,
     OUT_OF_RANGE,
     UNSELECTED,
-    fully_masked_rows,
 )
 from gradsentinel.decision import Action, Kind
 from gradsentinel.diagnosis.scan import bad_values

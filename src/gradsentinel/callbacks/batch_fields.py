@@ -74,6 +74,9 @@ class Field:
     """True if it has a dimension."""
     large: bool
     """True for at least 2 records of at least 16 numbers together: enough for statistics."""
+    numel: int
+    records: int
+    """Its size in the first dimension; 0 if it has none."""
 
     @property
     def is_float(self) -> bool:
@@ -119,7 +122,8 @@ class Reader:
     def read(self, batch: Any) -> list[tuple[Field, Tensor]]:
         """Return the fields of a batch whose values can be looked at, with their plain values."""
         found = []
-        for path, tensor in tensors_in(batch):
+        named = (("", batch),) if type(batch) is Tensor else tensors_in(batch)
+        for path, tensor in named:
             values = plain_values(tensor)
             if values is None:
                 continue
@@ -150,6 +154,8 @@ class Reader:
             empty=values.numel() == 0,
             sized=values.dim() > 0,
             large=whole and values.dim() > 0 and values.shape[0] > 1 and values.numel() >= 16,
+            numel=values.numel(),
+            records=values.shape[0] if values.dim() else 0,
         )
 
 
@@ -176,7 +182,7 @@ def plain_values(tensor: Tensor) -> Tensor | None:
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_nested)
     ):
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
     if tensor.device.type == "meta" or tensor.is_quantized or torch.nn.parameter.is_lazy(tensor):
         return None
     values = local(tensor.detach())

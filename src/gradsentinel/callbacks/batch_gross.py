@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.callbacks.batch_habits import LARGER, MOST_FIELDS
-from gradsentinel.callbacks.batch_meter import Reading
+from gradsentinel.callbacks.batch_reading import Reading
 from gradsentinel.callbacks.usual import Usual
 from gradsentinel.devices import device_of
 
@@ -54,11 +54,9 @@ class Gross:
 
     def found(self, reading: Reading, sheet: Sequence[float], iteration: int) -> Iterator[Beyond]:
         """Yield the fields that are far beyond, by numbers that are on the host."""
-        if not self._affordable(iteration):
-            return
         for path, size in reading.sizes(sheet):
             bound = self._bound(path)
-            if bound < size < math.inf:
+            if bound < size < math.inf and self._affordable(iteration):
                 usual = self._sizes[path]
                 yield Beyond(path, size, usual.center, usual.high)
 
@@ -70,7 +68,7 @@ class Gross:
         if not self._affordable(iteration):
             return None
         places, bounds = [], []
-        for place, path in reading.places():
+        for place, path in reading.plan.sizes:
             bound = self._bound(path)
             if bound < math.inf:
                 places += [place, place + 1]

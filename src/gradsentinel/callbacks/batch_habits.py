@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradsentinel.callbacks.batch_meter import Rows, Statistics
+from gradsentinel.callbacks.batch_reading import Rows, Statistics
 from gradsentinel.callbacks.usual import Usual
 
 OUTLIER, SHIFT, CONSTANT, REPEATED, COPIES = "outlier", "shift", "constant", "repeated", "copies"

@@ -14,7 +14,7 @@ from gradsentinel import events
 from gradsentinel.again.scene import MicroBatch
 from gradsentinel.callbacks.batch_evidence import evidence_of_oddities
 from gradsentinel.callbacks.batch_habits import Oddity
-from gradsentinel.callbacks.batch_meter import Reading
+from gradsentinel.callbacks.batch_reading import Reading
 from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Evidence, Finding
@@ -28,16 +28,18 @@ class Look:
     step: int
     microbatch: int
     batch: Any
-    bad: Tensor | None = None
-    """0-dim bool on the run's device: is something wrong that may spoil the step? None: nothing is."""
     empty: bool = False
     drawn: MicroBatch | None = None
     """The same as the run has it."""
-    letters: list[tuple[Reading, Mailbox, Letter]] = field(default_factory=list)
+    letters: list[tuple[Reading, Mailbox | None, Letter]] = field(default_factory=list)
+    """What was measured, and its numbers on their way; None: they were made in host memory."""
     judged: bool = False
     """True once its backward pass was seen."""
     sheets: list[list[float]] | None = None
     """What the letters say, once somebody has read them."""
+    bad: Tensor | None = None
+    asked: bool = False
+    """True once somebody wanted to know whether it is bad."""
 
     @property
     def ids(self) -> dict[int, Any]:
@@ -46,13 +48,39 @@ class Look:
 
     def arrived(self) -> bool:
         """Return True if its numbers can be read."""
-        return all(letter.arrived() for _, _, letter in self.letters)
+        for _, _, letter in self.letters:  # noqa: SIM110 - in each step: without a generator
+            if not letter.arrived():
+                return False
+        return True
 
     def read(self) -> list[tuple[Reading, list[float]]]:
         """Return what was measured, with its numbers."""
         if self.sheets is None:
             self.sheets = [letter.read() for _, _, letter in self.letters]
         return [(reading, sheet) for (reading, _, _), sheet in zip(self.letters, self.sheets, strict=True)]
+
+    def spoils(self, device: torch.device | None) -> Tensor | None:
+        """Return whether something is wrong that may spoil the step, 0-dim bool on the device; None: no.
+
+        Found out when it is asked for first: most steps need no more than a glance, and nobody asks.
+        """
+        if not self.asked:
+            self.asked = True
+            flags = [reading.suspicion() for reading, _, _ in self.letters]
+            if self.empty:
+                flags.append(torch.ones((), dtype=torch.bool))
+            for flag in flags:
+                self.bad = either(self.bad, None if flag is None else flag_on(device, flag))
+        return self.bad
+
+
+def flag_on(device: torch.device | None, flag: Tensor) -> Tensor | None:
+    """Return a flag on a device; None if it is false and in host memory, where looking waits for nothing."""
+    if device is None:
+        return flag
+    if flag.device.type == "cpu" and device.type != "cpu" and not bool(flag):
+        return None
+    return flag.to(device, non_blocking=True)
 
 
 def either(one: Tensor | None, other: Tensor | None) -> Tensor | None:

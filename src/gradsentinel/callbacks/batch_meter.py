@@ -2,126 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradsentinel.callbacks.batch_fields import Field
-from gradsentinel.devices import device_of
+from gradsentinel.callbacks.batch_reading import Plan, Reading
 
-NONFINITE, OUT_OF_RANGE, BEYOND, IGNORED, MASKED, UNSELECTED, EMPTY = (
-    *("nonfinite", "out_of_range", "beyond_table", "ignored", "masked", "unselected", "empty"),
-)
-"""What can be wrong with a batch by itself; out of a range that was given, or beyond a table of the model."""
 _PER_RECORD, _IN_ALL = 256, 1 << 16
 """So many numbers of a record, and of a field, are enough for statistics."""
 _MASKED_OUT = -1e4
 """Additive masks are lower than this."""
-_INF = float("inf")
+_MOST_PLANS = 64
+"""So many are kept: batches of texts come in many shapes, which come again."""
 
-Mark = tuple[str, str]
-"""What is wrong, and the path of the field."""
-Pair = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What was measured of a field, on the host."""
-
-    path: str
-    low: float
-    high: float
-    mean: float | None = None
-    """None for integers."""
-    variance: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """How the records compare, on the host."""
-
-    path: str
-    """The field that was compared."""
-    alike: bool
-    """True if they are those of the batch before."""
-    copies: float
-    """Share of them that are copies of others."""
-    constant: float
-    """Share of them that are one number from end to end."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Reading:
-    """What was measured of a micro-batch on one device."""
-
-    floats: list[Field]
-    integers: list[Field]
-    large: list[Field]
-    """The floating-point fields with statistics."""
-    flagged: list[Mark]
-    bad: Tensor | None
-    """0-dim bool: something may be wrong; never False if something is. None if nothing can be."""
-    outside: list[Tensor]
-    """0-dim bool, one for each field with a given range: is a number outside?"""
-    sheet: Tensor
-    """All numbers for the host, 1-dim."""
-    main: Field | None
-    records: int
-    allowed: frozenset[str]
-    ignore_index: int
-
-    def marks(self, sheet: Sequence[float]) -> list[Mark]:
-        """Return what is wrong, once the sheet is on the host."""
-        flags = sheet[: len(self.flagged)]
-        found = [mark for mark, flag in zip(self.flagged, flags, strict=True) if flag]
-        for one, (low, high) in self._ranges(sheet).items():
-            if one.is_float:
-                if one.path not in self.allowed and _is_bad(low, high):
-                    found.append((NONFINITE, one.path))
-            elif one.role in {"labels", "integer"} and low == high == self.ignore_index and one.is_counted:
-                found.append((IGNORED, one.path))
-            if one.role == "selects" and low == high == 0:
-                found.append((UNSELECTED, one.path))
-        return found
-
-    def statistics(self, sheet: Sequence[float]) -> list[Statistics]:
-        """Return the statistics of the fields that are large enough, once the sheet is on the host."""
-        if self.main is None:
-            return []
-        ranges = self._ranges(sheet)
-        first = len(sheet) - 3 - 2 * len(self.large)
-        found = [
-            Statistics(one.path, *ranges[one], sheet[first + 2 * n + 1], sheet[first + 2 * n])
-            for n, one in enumerate(self.large)
-        ]
-        return found + [
-            Statistics(one.path, *pair) for one, pair in ranges.items() if one.large and not one.is_float
-        ]
-
-    def sizes(self, sheet: Sequence[float]) -> list[tuple[str, float]]:
-        """Return path and largest magnitude of each field of numbers, once the sheet is on the host."""
-        return [(path, max(abs(sheet[at]), abs(sheet[at + 1]))) for at, path in self.places()]
-
-    def places(self) -> list[tuple[int, str]]:
-        """Return where in the sheet the smallest number of each field of numbers is; the largest follows."""
-        first = len(self.flagged)
-        return [(first + 2 * number, one.path) for number, one in enumerate(self.floats) if one.sized]
-
-    def rows(self, sheet: Sequence[float]) -> Rows | None:
-        """Return how the records compare, once the sheet is on the host."""
-        if self.main is None:
-            return None
-        alike, copies, constant = sheet[-3:]
-        return Rows(self.main.path, bool(alike), copies / (self.records - 1), constant / self.records)
-
-    def _ranges(self, sheet: Sequence[float]) -> dict[Field, tuple[float, float]]:
-        first, count = len(self.flagged), len(self.floats)
-        pairs = [(sheet[at], sheet[at + 1]) for at in range(first, first + 2 * count, 2)]
-        first += 2 * count
-        pairs += [(sheet[at], sheet[at + 1]) for at in range(first, first + 2 * len(self.integers), 2)]
-        return dict(zip([*self.floats, *self.integers], pairs, strict=True))
+_Key = tuple[tuple[int, ...], frozenset[str], bool]
 
 
 @dataclass(slots=True)
@@ -133,87 +30,62 @@ class Meter:
     _before: dict[torch.device, Tensor] = field(default_factory=dict)
     """A code for each record of the batch before."""
     _weights: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
+    _plans: dict[_Key, list[Plan]] = field(default_factory=dict)
+    """By the identity of the fields, which the plans hold on to: a field has one type, device and shape."""
 
-    @torch.no_grad()
     def measure(
-        self, fields: Sequence[tuple[Field, Tensor]], *, allowed: Collection[str], statistics: bool
+        self, fields: Sequence[tuple[Field, Tensor]], *, allowed: frozenset[str], statistics: bool
     ) -> list[Reading]:
-        """Return one reading per device. `allowed` are paths of fields that may hold NaN and Inf."""
-        by_device: dict[torch.device, list[tuple[Field, Tensor]]] = {}
-        for one, values in fields:
+        """Return one reading per device. `allowed` are paths of fields that may hold NaN and Inf.
+
+        The values are without a graph, as `plain_values` gives them. A field is one object as long as its
+        type, device and shape are the same, as a `Reader` has it: what is measured is laid out once for it.
+        """
+        key = tuple([id(one) for one, _ in fields]), allowed, statistics
+        plans = self._plans.get(key)
+        if plans is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plans = self._plans[key] = self._lay_out(
+                [one for one, _ in fields], allowed, statistics=statistics
+            )
+        return [self._measure(plan, fields) for plan in plans]
+
+    def _lay_out(self, fields: list[Field], allowed: frozenset[str], *, statistics: bool) -> list[Plan]:
+        """Return what to measure on each device."""
+        by_device: dict[torch.device, list[int]] = {}
+        for place, one in enumerate(fields):
             if not one.empty:
-                by_device.setdefault(one.device, []).append((one, values))
-        return [
-            self._measure(device, present, frozenset(allowed), statistics=statistics)
-            for device, present in by_device.items()
-        ]
+                by_device.setdefault(one.device, []).append(place)
+        return [Plan(fields, places, self.ignore_index, allowed, statistics) for places in by_device.values()]
 
-    def _measure(
-        self,
-        device: torch.device,
-        present: Sequence[tuple[Field, Tensor]],
-        allowed: frozenset[str],
-        *,
-        statistics: bool,
-    ) -> Reading:
-        floats: dict[Field, Pair] = {}
-        integers: dict[Field, Pair] = {}
-        for one, values in present:
-            pair = torch.aminmax(values.view(torch.uint8) if values.dtype is torch.bool else values)
-            (floats if one.is_float else integers)[one] = pair
-        suspicions = self._suspicions(floats, integers, allowed)
-        outside = [_outside(one, values, self.ignore_index) for one, values in _judged(present)]
-        masked = [
-            (one, fully_masked_rows(one, values).any())
-            for one, values in present
-            if one.role in {"kept", "padded"}
-        ]
-        flags = [*outside, *(flag for _, flag in masked)]
-        suspicions += flags
-        chosen = [(one, values) for one, values in present if statistics and one.large]
-        main = max(chosen, key=lambda entry: (entry[0].is_float, entry[1].numel()), default=None)
-        large = [(one, values) for one, values in chosen if one.is_float]
-        parts = [torch.stack(flags)] if flags else []
-        parts += [
-            torch.stack([x for pair in group.values() for x in pair]) for group in (floats, integers) if group
-        ]
-        if main is not None:
-            moments = [x for _, values in large for x in torch.var_mean(_sampled(values), correction=0)]
+    def _measure(self, plan: Plan, fields: Sequence[tuple[Field, Tensor]]) -> Reading:
+        parts: list[Tensor] = []
+        outside: list[Tensor] = []
+        if plan.flagged:
+            flags = [_outside(*fields[place], self.ignore_index) for place in plan.judged]
+            outside = [
+                flag for place, flag in zip(plan.judged, flags, strict=True) if plan.fields[place].is_given
+            ]
+            flags += [fully_masked_rows(*fields[place]).any() for place in plan.masks]
+            parts.append(torch.stack(flags))
+        ranges: list[Tensor] = []
+        for number, place in enumerate(plan.places):
+            values = fields[place][1]
+            if number and number == plan.floats:  # the integers have a type of their own
+                parts.append(torch.stack(ranges))
+                ranges = []
+            ranges += torch.aminmax(values.view(torch.uint8) if values.dtype is torch.bool else values)
+        parts.append(torch.stack(ranges))
+        if plan.main is not None:
+            moments = [
+                x for place in plan.large for x in torch.var_mean(_sampled(fields[place][1]), correction=0)
+            ]
             parts += [torch.stack(moments)] if moments else []
-            parts.append(self._compare(main[1], device))
-        wide = device_of(device).wide
-        return Reading(
-            floats=list(floats),
-            integers=list(integers),
-            large=[one for one, _ in large],
-            flagged=[(OUT_OF_RANGE if one.is_given else BEYOND, one.path) for one, _ in _judged(present)]
-            + [(MASKED, one.path) for one, _ in masked],
-            bad=torch.stack(suspicions).any() if suspicions else None,
-            outside=[flag for (one, _), flag in zip(_judged(present), outside, strict=True) if one.is_given],
-            sheet=parts[0].to(wide) if len(parts) == 1 else torch.cat([part.to(wide) for part in parts]),
-            main=None if main is None else main[0],
-            records=0 if main is None else main[1].shape[0],
-            allowed=allowed,
-            ignore_index=self.ignore_index,
-        )
-
-    def _suspicions(
-        self, floats: dict[Field, Pair], integers: dict[Field, Pair], allowed: frozenset[str]
-    ) -> list[Tensor]:
-        """Return what may be wrong with the ranges: more than is, where a mask holds -inf."""
-        found = []
-        finite = [x for one, pair in floats.items() if one.path not in allowed for x in pair]
-        if finite:
-            found.append(torch.isfinite(torch.stack(finite)).all().logical_not())
-        labels = [x for one, pair in integers.items() if one.is_counted for x in pair]
-        if labels:
-            found.append((torch.stack(labels).view(-1, 2) == self.ignore_index).all(1).any())
-        selects = [
-            x for one, pair in (*floats.items(), *integers.items()) if one.role == "selects" for x in pair
-        ]
-        if selects:
-            found.append((torch.stack(selects).view(-1, 2) == 0).all(1).any())
-        return found
+            parts.append(self._compare(fields[plan.main][1], plan.device))
+        wide = plan.wide
+        sheet = parts[0].to(wide) if len(parts) == 1 else torch.cat([part.to(wide) for part in parts])
+        return Reading(plan, sheet, outside)
 
     def _compare(self, values: Tensor, device: torch.device) -> Tensor:
         """Compare the records with each other and with those of the batch before.
@@ -224,9 +96,10 @@ class Meter:
         codes = (rows * self._weights_for(rows)).sum(1)
         before = self._before.get(device)
         self._before[device] = codes
-        alike = torch.zeros((), dtype=torch.int64, device=device)
         if before is not None and before.shape == codes.shape:
             alike = (before == codes).all()
+        else:
+            alike = torch.zeros((), dtype=torch.int64, device=device)
         ordered = torch.sort(codes).values
         low, high = torch.aminmax(rows, dim=1)
         copies, constant = (ordered[1:] == ordered[:-1]).sum(), (low == high).sum()
@@ -239,15 +112,6 @@ class Meter:
             place = torch.arange(rows.shape[1], device=rows.device, dtype=torch.float32)
             self._weights = {key: torch.remainder(torch.sin(place + 1.0) * 43758.5453, 1.0) + 1.0}
         return self._weights[key]
-
-
-def _judged(present: Sequence[tuple[Field, Tensor]]) -> list[tuple[Field, Tensor]]:
-    return [(one, values) for one, values in present if one.is_judged]
-
-
-def _is_bad(low: float, high: float) -> bool:
-    """True for NaN and +inf, and for -inf where something is positive: elsewhere it masks."""
-    return not high < _INF or (low == -_INF and high > 0)
 
 
 def _outside(one: Field, values: Tensor, ignore_index: int) -> Tensor:
