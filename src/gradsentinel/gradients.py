@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsentinel.evidence import TensorEvidence
-from gradsentinel.measures.fusing import Group, groups_of, multiply_, one_group
-from gradsentinel.measures.inspection import inspect_tensor, local, readable, values_of
+from gradsentinel.measures.fusing import Group, groups_of, multiply_, one_group, takes_lists
+from gradsentinel.measures.inspection import inspect_tensor, local, values_of
 from gradsentinel.measures.norms import (
     full,
     fused,
@@ -26,33 +24,12 @@ from gradsentinel.measures.norms import (
     summed,
     with_an_element,
 )
+from gradsentinel.measures.sorting import Sorted, sort_out
 
 _INF = float("inf")
 _WELL_WITHIN = 0.98
 """More than the rounding of a bfloat16 norm, of its sum with 1e-6, and of the quotient can make up."""
-_ORDINARY = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-_KIND: Callable[[Tensor], tuple[type, torch.dtype, torch.layout, torch.device]] = attrgetter(
-    "__class__", "dtype", "layout", "device"
-)
-"""What decides how a gradient is read."""
-
-
-def _is_ordinary(kind: tuple[type, torch.dtype, torch.layout, torch.device]) -> bool:
-    own, dtype, layout, device = kind
-    return own is Tensor and dtype in _ORDINARY and layout is torch.strided and device.type != "meta"
-
-
-@dataclass(frozen=True, slots=True)
-class _Sorted:
-    """What can be judged and what cannot."""
-
-    names: list[str]
-    gradients: list[Tensor]
-    unchecked: dict[str, str]
-    ordinary: bool
-    """True if all of them are dense, of a common type and no subclass: then nothing needs a second look."""
-    device: torch.device | None = None
-    """Where all of them are, if they are ordinary and of one dtype and device."""
+_Source = Iterable[tuple[str, Tensor]] | Callable[[], tuple[Sequence[str], list[Tensor]]]
 
 
 class GradientView:
@@ -64,9 +41,13 @@ class GradientView:
     docstring says so. Sparse gradients count with their coalesced values, float8 in float32,
     distributed tensors with their local shard (the total is then reduced by DTensor itself).
     Integer and meta gradients cannot be judged and are listed in `unchecked`.
+
+    Args:
+        gradients: with their names; or what returns names and gradients when somebody first looks.
+        norm_type: order of `norms` and of `total_norm`.
     """
 
-    def __init__(self, gradients: Iterable[tuple[str, Tensor]], *, norm_type: float = 2.0) -> None:
+    def __init__(self, gradients: _Source, *, norm_type: float = 2.0) -> None:
         self._source = gradients
         self.origin: Callable[[], frozenset[str]] | None = None
         """Where the loop clipped before anybody could look: the parameters that were bad before that."""
@@ -84,27 +65,15 @@ class GradientView:
         """What the total norm was made of."""
 
     @cached_property
-    def _sorted_out(self) -> _Sorted:
+    def _sorted_out(self) -> Sorted:
         """What can be judged and what cannot; read on first use, so that an unused view costs nothing."""
-        names: list[str] = []
-        gradients: list[Tensor] = []
-        for name, gradient in self._source:
-            names.append(name)
-            gradients.append(gradient)
-        kinds = set(map(_KIND, gradients))  # not a line of Python for each: the one pass over all
-        if all(map(_is_ordinary, kinds)) and not any(map(Tensor._is_zerotensor, gradients)):
-            device = next(iter(kinds))[-1] if len(kinds) == 1 else None
-            return _Sorted(names, gradients, {}, ordinary=True, device=device)
-        unchecked: dict[str, str] = {}
-        for name, gradient in zip(names, gradients, strict=True):
-            usual = _is_ordinary(_KIND(gradient)) and not gradient._is_zerotensor()
-            reason = None if usual else readable(gradient)
-            if reason is not None:
-                unchecked[name] = reason
-        if unchecked:
-            judged = [index for index, name in enumerate(names) if name not in unchecked]
-            names, gradients = [names[i] for i in judged], [gradients[i] for i in judged]
-        return _Sorted(names, gradients, unchecked, ordinary=False)
+        names: Sequence[str]
+        if callable(self._source):
+            names, gradients = self._source()
+        else:
+            named = list(self._source)
+            names, gradients = [name for name, _ in named], [gradient for _, gradient in named]
+        return sort_out(names, gradients)
 
     @property
     def unchecked(self) -> dict[str, str]:
@@ -132,7 +101,8 @@ class GradientView:
     @cached_property
     def _norms(self) -> list[Tensor]:
         """Per-parameter norms in `names` order, each in the dtype torch gives it."""
-        return self._reduce(self.norm_type)
+        with torch.no_grad():
+            return self._reduce(self.norm_type)
 
     @cached_property
     def _clip_order(self) -> list[int]:
@@ -145,13 +115,12 @@ class GradientView:
     @cached_property
     def _stacked(self) -> Tensor:
         """The norms of ordinary gradients of one device and dtype, 1-dim."""
-        with torch.no_grad():
-            return torch.stack(self._norms)
+        return torch.stack(self._norms)
 
     @property
     def _alike(self) -> bool:
         """True if all gradients are ordinary and of one device and dtype, as they nearly always are."""
-        return self._sorted_out.ordinary and len(self._groups) == 1
+        return self._sorted_out.device is not None
 
     def _total(self, alarm: Tensor | None = None) -> Tensor:
         """The global norm as torch computes it, or, with an alarm that is set, an infinite one on all ranks.
@@ -161,11 +130,6 @@ class GradientView:
         if not len(self):
             return torch.tensor(0.0)
         self._kept.clear()
-        if self._alike:
-            self._kept.append((None, self._stacked))
-            with torch.no_grad():
-                total: Tensor = torch.linalg.vector_norm(self._stacked, self.norm_type)
-            return total
         norms = [self._norms[index] for index in self._clip_order]
         if alarm is not None and is_distributed(norms[0]):
             norms[0] = raised(norms[0], alarm)
@@ -192,10 +156,19 @@ class GradientView:
 
         Called on: every rank (a distributed tensor's norm is reduced here).
         """
-        return self._total(self.alarm)
+        if not self._alike:
+            return self._total(self.alarm)
+        # In one function: in a step each one costs some microseconds, because the training has pushed it out
+        # of the caches, as it has pushed everything else that is touched once.
+        with torch.no_grad():
+            norms = self._norms = self._reduce(self.norm_type)
+            stacked = self._stacked = torch.stack(norms)
+            total: Tensor = torch.linalg.vector_norm(stacked, self.norm_type)
+        self._kept = [(None, stacked)]
+        return total
 
     @property
-    def measured(self) -> tuple[list[str], list[tuple[Sequence[int] | None, Tensor]]]:
+    def measured(self) -> tuple[Sequence[str], list[tuple[Sequence[int] | None, Tensor]]]:
         """Names, and norms that were computed anyway, with the names' positions (None: all, in order).
 
         No norms are there before `total_norm` or `norms` was asked for. Nothing is computed or read.
@@ -217,7 +190,7 @@ class GradientView:
             found = self._sorted_out
             sizes = found.gradients if found.ordinary else map(values_of, found.gradients)
             self._sizes = [values.numel() for values in sizes]
-            self._sorted_out = _Sorted(found.names, [], found.unchecked, found.ordinary)
+            self._sorted_out = Sorted(found.names, [], found.unchecked, found.ordinary)
             self._source = ()
             for cached in ("_groups", "_clip_order"):
                 self.__dict__.pop(cached, None)
@@ -254,9 +227,9 @@ class GradientView:
         """Largest absolute value per parameter, 1-dim, in the order of `names`; a pass of its own."""
         if not len(self):
             return torch.zeros(0)
-        peaks = self._reduce(_INF, shard=True)
-        first = self._sorted_out.gradients[0].device
         with torch.no_grad():
+            peaks = self._reduce(_INF, shard=True)
+            first = self._sorted_out.gradients[0].device
             return torch.stack([peak.to(first) for peak in peaks])
 
     @cached_property
@@ -319,7 +292,6 @@ class GradientView:
         scaled = torch.tensor(norms, dtype=torch.float64) / peak
         return peak * float(torch.linalg.vector_norm(scaled, self.norm_type))
 
-    @torch.no_grad()
     def clip_(
         self, max_norm: float, *, total_norm: Tensor | float | None = None, known_norm: float | None = None
     ) -> None:
@@ -339,19 +311,24 @@ class GradientView:
             return
         if isinstance(total_norm, float):
             scale = torch.tensor(min(max_norm / (total_norm + 1e-6), 1.0), dtype=torch.float64)
-            for gradient in self._sorted_out.gradients:
-                scale_(local(gradient), scale)
+            with torch.no_grad():
+                for gradient in self._sorted_out.gradients:
+                    scale_(local(gradient), scale)
             return
-        factor = self.clip_factor(max_norm, total_norm)
-        for group in self._groups:  # the norm is known to all: each scales its shard
-            gradients = group.tensors
-            if not self._sorted_out.ordinary:
-                gradients = [local(gradient) for gradient in gradients]
-            multiply_(gradients, factor, known=known, one_launch=group.fused)
+        with torch.no_grad():
+            factor = self._factor(max_norm, total_norm)
+            for group in self._groups:  # the norm is known to all: each scales its shard
+                gradients = group.tensors
+                if not self._sorted_out.ordinary:
+                    gradients = [local(gradient) for gradient in gradients]
+                multiply_(gradients, factor, known=known, one_launch=group.fused)
 
     @torch.no_grad()
     def clip_factor(self, max_norm: float, total_norm: Tensor | None = None) -> Tensor:
         """Return what clipping multiplies by, 0-dim, as torch computes it; no wait."""
+        return self._factor(max_norm, total_norm)
+
+    def _factor(self, max_norm: float, total_norm: Tensor | None) -> Tensor:
         travels = total_norm is None and max_norm == self.clip_at
         if travels and self._clip_factor is not None:
             return self._clip_factor
@@ -369,15 +346,19 @@ class GradientView:
             return [one_group(found.gradients, found.device)]
         return groups_of(found.gradients, ordinary=found.ordinary)
 
-    @torch.no_grad()
     def _reduce(self, order: float, *, shard: bool = False) -> list[Tensor]:
-        """Per-parameter norms of the given order, in `names` order, one launch per device and dtype."""
-        if self.retired:
+        """Per-parameter norms of the given order, in `names` order, one launch per device and dtype.
+
+        Called without recording a graph.
+        """
+        if self._sizes is not None:
             raise RuntimeError("these gradients are gone; measure them in the event that carries them")
+        found = self._sorted_out
+        if found.device is not None and order != _INF and takes_lists(found.gradients, found.device):
+            return list(torch._foreach_norm(found.gradients, order))
         result: list[Tensor | None] = [None] * len(self)
         for group in self._groups:
-            tensors = group.tensors
-            ordinary = self._sorted_out.ordinary
+            tensors, ordinary = group.tensors, found.ordinary
             if shard and not ordinary:
                 tensors = [local(gradient) for gradient in tensors]
             if order == _INF and not ordinary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, Protocol
@@ -94,6 +95,7 @@ class TorchHost:
         """Grows whenever the parameters are not those of before: modules may have come with them."""
         self._names: dict[int, str] = {}
         self._order: list[tuple[str, Tensor]] = []
+        self._all_names: tuple[str, ...] = ()
         self._signature: tuple[int, ...] = ()
         self._refresh()
         if not self._order:
@@ -125,27 +127,25 @@ class TorchHost:
         self, optimizers: Sequence[Optimizer] | None = None, *, norm_type: float = 2.0
     ) -> GradientView:
         """Return the view of the present gradients, of all parameters or of some optimizers' only."""
-        return GradientView(self._present(optimizers), norm_type=norm_type)
+        return GradientView(partial(self._present, optimizers), norm_type=norm_type)
 
-    def _present(self, optimizers: Sequence[Optimizer] | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients that there are; nothing is looked at before the first one is asked for."""
-        named = self.named_parameters()
-        if optimizers is None or len(optimizers) == len(self.optimizers):
+    def _present(self, optimizers: Sequence[Optimizer] | None) -> tuple[Sequence[str], list[Tensor]]:
+        """Return the names of the gradients that there are now, and these gradients."""
+        if self._signature != self._current_signature():
+            self._refresh()
+        named: Iterable[tuple[str, Tensor]] = self._order
+        if optimizers is None or len(optimizers) == len(self._optimizers):
             gradients = [parameter.grad for _, parameter in self._order]
             if not any(map(is_, gradients, repeat(None))):  # nearly always; without a line of Python for each
-                yield from zip(self._names.values(), gradients, strict=True)
-                return
+                return self._all_names, gradients  # type: ignore[return-value]
         else:
             mine = {
                 id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
             }
-            named = ((name, parameter) for name, parameter in named if id(parameter) in mine)
-        for name, parameter in named:
-            gradient = parameter.grad  # most of them have one: then there is no need to ask `gradient_of`
-            if gradient is None:
-                gradient = gradient_of(parameter)
-            if gradient is not None:
-                yield name, gradient
+            named = [(name, parameter) for name, parameter in named if id(parameter) in mine]
+        found = [(name, gradient_of(parameter)) for name, parameter in named]
+        present = [(name, gradient) for name, gradient in found if gradient is not None]
+        return [name for name, _ in present], [gradient for _, gradient in present]
 
     def data_parallel_group(self, name: str) -> Any:
         """Return the process group over which DDP keeps a parameter alike, or None if DDP does not."""
@@ -320,8 +320,10 @@ class TorchHost:
         return closure is not None and closure.default is inspect.Parameter.empty
 
     def _current_signature(self) -> tuple[int, ...]:
+        if len(self._optimizers) == 1 and len(self._optimizers[0].param_groups) == 1:
+            return tuple(map(id, self._optimizers[0].param_groups[0]["params"]))
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        return tuple(map(id, groups[0] if len(groups) == 1 else chain.from_iterable(groups)))
+        return tuple(map(id, chain.from_iterable(groups)))
 
     def _refresh(self) -> None:
         """Read the names again: at start, and when an optimizer got a parameter it did not have."""
@@ -335,6 +337,7 @@ class TorchHost:
             for number, group in enumerate(optimizer.param_groups):
                 for position, parameter in enumerate(group["params"]):
                     self._remember(f"optimizer{index}.group{number}.{position}", parameter)
+        self._all_names = tuple(self._names.values())
         self._signature = self._current_signature()
         self.generation += 1
 

@@ -31,10 +31,16 @@ _takes_lists: dict[torch.device, bool] = {}
 
 def one_group(tensors: list[Tensor], device: torch.device, indices: Sequence[int] | None = None) -> Group:
     """Return ordinary tensors of one dtype and device, in their order, which is torch's own then."""
+    places = range(len(tensors)) if indices is None else indices
+    return Group(tensors, places, device, takes_lists(tensors, device))
+
+
+def takes_lists(tensors: list[Tensor], device: torch.device) -> bool:
+    """Return True if one launch can take these ordinary tensors of one dtype; there is one."""
     one_launch = _takes_lists.get(device)
     if one_launch is None:
         one_launch = _takes_lists[device] = _has_foreach_support(tensors[:1], device)  # of one class
-    return Group(tensors, range(len(tensors)) if indices is None else indices, device, one_launch)
+    return one_launch
 
 
 def groups_of(tensors: list[Tensor], *, ordinary: bool) -> list[Group]:

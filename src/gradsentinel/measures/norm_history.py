@@ -33,7 +33,7 @@ class NormHistory:
 
     def __init__(self, kept: Bounds | None = None) -> None:
         kept = bounds() if kept is None else kept
-        self._ring: deque[tuple[int, int, list[str], Kept]] = deque(maxlen=kept.steps + MOST_LAG)
+        self._ring: deque[tuple[int, int, Sequence[str], Kept]] = deque(maxlen=kept.steps + MOST_LAG)
         self._steps = kept.steps
         self._most = kept.norms
 
