@@ -35,6 +35,7 @@ logger = logging.getLogger("gradsentinel")
 
 E = TypeVar("E", bound=Event)
 
+_LISTS = (list, tuple)
 _LOOKS = (Batch, AfterBackward, BeforeClip)
 """Where a detector looks at a step; one with a `check_interval` hears them in every so many steps."""
 
@@ -187,7 +188,8 @@ class Bus:
                 continue
             try:
                 found = listener.function(event)
-                if found is not None:
+                # Most find nothing, and say so by an empty list: there is nothing to be looked at then.
+                if found is not None and not (type(found) in _LISTS and not found):
                     filed.extend(self._file(found, listener, event.step))
             except TrainingAborted as wish:
                 if self._alone:
@@ -223,11 +225,11 @@ class Bus:
 
         Asks switched-off callbacks too: the answer has to be the same on every rank.
         """
-        return any(
-            self._checks(callback, step)
-            for callback in self._checkers
-            if isinstance(callback, Responder) or not responders_only
-        )
+        for callback in self._checkers:
+            asked = not responders_only or isinstance(callback, Responder)
+            if asked and self._checks(callback, step):
+                return True
+        return False
 
     def _checks(self, callback: Callback, step: int) -> bool:
         try:
@@ -248,15 +250,17 @@ class Bus:
         """Return the callbacks that compare ranks, switched-off ones too: all ranks need one list."""
         return self._comparers
 
-    def ask(self, callback: Callback, question: Callable[[], Any], step: int, where: str) -> Any:
+    def ask(
+        self, callback: Callback, question: Callable[..., Any], step: int, where: str, *given: Any
+    ) -> Any:
         """Return a callback's answer to anything but an event, under the same error policy.
 
-        None if it raised or is switched off.
+        None if it raised or is switched off. `given` is what the question is asked with.
         """
         if id(callback) in self._off:
             return None
         try:
-            return question()
+            return question(*given)
         except TrainingAborted:
             raise
         except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,27 +28,27 @@ class Glance:
     def __init__(self, run: Run, bus: Bus) -> None:
         self._run = run
         self._bus = bus
-        self._kept: events.AfterBackward | None = None
+        self._kept: Callable[[], events.AfterBackward] | None = None
         self._never: tuple[Detector, ...] | None = None
         """Detectors among whom is one that cannot tell by these numbers."""
         self._asked: tuple[Detector, ...] | None = None
         self._own: list[Detector] = []
         """Those of them that have numbers of their own."""
 
-    def possible(self) -> bool:
-        """Return True if a step may turn out to need no more than a glance."""
+    def able(self) -> tuple[Detector, ...] | None:
+        """Return whom to ask where a glance may be all that a step needs; None where it may not."""
         run = self._run
         if run.consensus.world_size > 1 or run.decides_late:
-            return False
+            return None
         calm_ones = self._bus.calm_ones()
-        return calm_ones is not None and calm_ones is not self._never
+        return None if calm_ones is self._never else calm_ones
 
-    def keep(self, event: events.AfterBackward) -> None:
-        """Keep the event of the backward pass that is expected to be the step's last."""
+    def keep(self, event: Callable[[], events.AfterBackward]) -> None:
+        """Keep what makes the event of the backward pass that is expected to be the step's last."""
         self._kept = event
 
-    def take_kept(self) -> events.AfterBackward | None:
-        """Return the event that nobody has heard yet, if there is one."""
+    def take_kept(self) -> Callable[[], events.AfterBackward] | None:
+        """Return what makes the event that nobody has heard yet, if there is one."""
         kept, self._kept = self._kept, None
         return kept
 
@@ -57,53 +57,61 @@ class Glance:
 
         Called on: the only rank.
         """
-        run = self._run
-        calm_ones = self._bus.calm_ones()
-        if calm_ones is None or not gradients.norm_type > 0 or not self.possible():
+        run, bus, step = self._run, self._bus, self._run.step
+        calm_ones = self.able()
+        if calm_ones is None or not gradients.norm_type > 0:
             return None
-        factor = None
-        if gradients.clip_at is not None and len(gradients):
-            factor = gradients.clip_factor(gradients.clip_at)
-        own = self._glimpses(calm_ones)
-        numbers = _read([gradients.total_norm, *losses, *own, *(() if factor is None else (factor,))])
-        if numbers is None:
+        numbers = self._numbers(gradients, losses, calm_ones)
+        if numbers is None or not all(map(math.isfinite, numbers)):
             return None
-        if factor is not None:
-            gradients.known_factor = numbers.pop()
         norm, seen = numbers[0], numbers[1 : 1 + len(losses)]
-        if not all(map(math.isfinite, numbers)):
-            return None
         for one in calm_ones:
-            answer = self._bus.ask(one, partial(one.calm, run.step, norm, seen), run.step, "calm")
+            answer = bus.ask(one, one.calm, step, "calm", step, norm, seen)
             if answer is None:
                 self._never = calm_ones
             if not answer:
                 return None
-        run.norms.remember(run.step, run.iteration, gradients)
+        run.norms.remember(step, run.iteration, gradients)
         self._kept = None
         run.last_grad_norm = norm
         run.last_loss = loss = sum(seen) / len(seen) if seen else None
         return Decision(
-            apply=True, step=run.step, action=Action.CONTINUE, grad_norm=norm, loss=loss, glanced=True
+            apply=True, step=step, action=Action.CONTINUE, grad_norm=norm, loss=loss, glanced=True
         )
 
-    def _glimpses(self, calm_ones: tuple[Detector, ...]) -> list[Tensor]:
-        """Return the numbers that detectors want read along."""
+    def _numbers(
+        self, gradients: GradientView, losses: list[Tensor], calm_ones: tuple[Detector, ...]
+    ) -> list[float] | None:
+        """Read the norm, the losses, and what detectors want read along, in this order; waits once.
+
+        The factor of the clip travels along where the host is to know it.
+        """
         if self._asked is not calm_ones:
             self._asked = calm_ones
             self._own = [one for one in calm_ones if type(one).glimpse is not Detector.glimpse]
-        step = self._run.step
-        found = [self._bus.ask(one, partial(one.glimpse, step), step, "glimpse") for one in self._own]
-        return [value for value in found if value is not None]
+        values, step = [gradients.total_norm, *losses], self._run.step
+        for one in self._own:
+            value = self._bus.ask(one, one.glimpse, step, "glimpse", step)
+            if value is not None:
+                values.append(value)
+        if gradients.clip_at is None or not len(gradients):
+            return _read(values)
+        values.append(gradients.clip_factor(gradients.clip_at))
+        numbers = _read(values)
+        if numbers is not None:
+            gradients.known_factor = numbers.pop()
+        return numbers
 
 
 def _read(values: list[Tensor]) -> list[float] | None:
     """Return 0-dim numbers on the host, in one wait; None if they are not of a kind to be read so."""
-    if any(type(value) is not Tensor or value.numel() != 1 for value in values):
-        return None
     first = values[0]
-    device, dtype = first.device, first.dtype
-    if any(value.dtype is not dtype or value.device != device or value.dim() for value in values):
+    device, dtype, alike = first.device, first.dtype, True
+    for value in values:
+        if type(value) is not Tensor or value.numel() != 1:
+            return None
+        alike = alike and value.dtype is dtype and value.device == device and not value.dim()
+    if not alike:
         wide = any(value.dtype is torch.float64 for value in values)
         dtype = device_of(device).wide if wide else torch.float32
         values = [value.reshape(()).to(device, dtype) for value in values]

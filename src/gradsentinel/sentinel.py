@@ -185,25 +185,25 @@ class Sentinel:
             kwargs: passed to `Tensor.backward` (retain_graph and the like).
         """
         check_loss(loss)
-        self._freshen()
+        if self._untouched is not None:
+            self._freshen()
         if self._left_over and holds_gradients(self._left_over):
             self._hints.tell(LEFT_OVER)
         self._left_over = ()
-        divisor = self._window if self._in_steps else 1
+        divisor, number = self._window if self._in_steps else 1, max(0, self._in_window - 1)
         run_backward(self.host, loss, divisor=divisor, settings=kwargs)
         self._saw_backward = True
-        reduction = self.host.reduction.state()
+        plain, reduction = loss.detach(), self.host.reduction.state()
         self._watch.after_backward(
-            loss,
-            self.host.gradients(),
+            plain,
+            self.host.gradients,
             scaled=self.host.scaler is not None,
             reduced=all(reduction),
             microbatch=self._in_window - 1 if self._in_steps else None,
         )
-        self._watch.run.scene.passes.append(
-            BackwardPass(max(0, self._in_window - 1), loss.detach(), divisor, reduction, kwargs)
-        )
-        self._watch.run.scene.graph = (max(0, self._in_window - 1), loss.grad_fn)
+        scene = self._watch.run.scene
+        scene.passes.append(BackwardPass(number, plain, divisor, reduction, kwargs))
+        scene.graph = number, loss.grad_fn
 
     def step(
         self,
@@ -232,15 +232,19 @@ class Sentinel:
             self._asked = partial(self.step, max_norm, norm_type=norm_type, optimizer=optimizer)
             return None
         self._asked = None
-        self._freshen()
+        if self._untouched is not None:
+            self._freshen()
         if not self._saw_backward:
             self._hints.tell(BLIND)
-        optimizers = chosen(optimizer, self.host.optimizers)
+        known = self.host.optimizers
+        optimizers = known if optimizer is None else chosen(optimizer, known)
         norm, self._decision = self._guard.step(optimizers, max_norm=max_norm, norm_type=norm_type)
         self._stepped = True
         self._saw_backward = False
-        known = self.host.optimizers
-        self._left_over = tuple(one for one in known if all(one is not mine for mine in optimizers))
+        if optimizers is known:
+            self._left_over = ()
+        else:
+            self._left_over = tuple(one for one in known if all(one is not mine for mine in optimizers))
         # Another step may follow on the same batches: a GAN's other player, a second epoch of PPO.
         self._made += 1
         further = not self._in_steps or self._made > 1 or self._single < _ALWAYS_SINGLE
@@ -390,10 +394,8 @@ class Sentinel:
 
     def _freshen(self) -> None:
         """Take the initial state again if a checkpoint was loaded between construction and first use."""
-        if self._untouched is None:
-            return
         if not self._in_steps:
             self._watch.run.course.refuse(None)
-            if any(version_of(parameter) != version for parameter, version in self._untouched):
+            if any(version_of(parameter) != version for parameter, version in self._untouched or ()):
                 self._watch.prepare()
         self._untouched = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,7 +101,7 @@ class Watch:
     def after_backward(
         self,
         loss: Tensor | None,
-        gradients: GradientView,
+        gradients: GradientView | Callable[[], GradientView],
         *,
         scaled: bool = False,
         reduced: bool = True,
@@ -109,33 +109,33 @@ class Watch:
     ) -> None:
         """Take note of a finished backward pass; never communicates.
 
+        `gradients` may be what returns the view, once somebody is to hear of it: a glance is mostly enough.
         `microbatch` says which one it was, where a micro-batch may have several; None counts.
         """
         if not self._begun:
             self.begin_step()
         self._tell_kept()
         if loss is not None:
-            loss = loss.detach()
+            if loss.requires_grad or type(loss) is not Tensor:
+                loss = loss.detach()
             # Of a distributed one the log wants the whole, a detector this rank's part: they go by the id.
             self._losses.append(loss if type(loss) is Tensor else loss.detach())
         self.run.local.end_microbatch()
         index = self._microbatch if microbatch is None else microbatch
         self._microbatch += 1
         if self.bus.hears(events.AfterBackward):
+            step = self.run.step
             last = self.expected_microbatches is not None and index + 1 >= self.expected_microbatches
-            event = events.AfterBackward(
-                step=self.run.step,
-                microbatch=index,
-                loss=loss,
-                gradients=gradients,
-                scaled=scaled,
-                reduced=reduced,
-                last=last,
-            )
-            if last and self.glance.possible():
+
+            def event() -> events.AfterBackward:
+                view = gradients() if callable(gradients) else gradients
+                how = {"scaled": scaled, "reduced": reduced, "last": last}
+                return events.AfterBackward(step=step, microbatch=index, loss=loss, gradients=view, **how)
+
+            if last and self.glance.able() is not None:
                 self.glance.keep(event)
             else:
-                self._hear_backward(event)
+                self._hear_backward(event())
 
     def before_clip(
         self,
@@ -272,9 +272,7 @@ class Watch:
             self.expected_microbatches = self._microbatch
         self.forget_step()
         self._tell(decision, self.run.iteration - 1, learning_rates, clipped=clipped)
-        if decision.went_back:
-            return Action.CONTINUE
-        if not any(self._due):
+        if decision.went_back or not any(self._due):
             return Action.CONTINUE
         settles, *compares = self._due
         comparers = [one for one, due in zip(self.bus.comparers(), compares, strict=True) if due]
@@ -385,7 +383,7 @@ class Watch:
         """Emit the event of a backward pass after all: it was not the last one, or a glance is not enough."""
         kept = self.glance.take_kept()
         if kept is not None:
-            self._hear_backward(kept)
+            self._hear_backward(kept())
 
     def _hear_backward(self, event: events.AfterBackward) -> None:
         found = self.bus.emit(event)

@@ -195,14 +195,14 @@ class Engine:
             self.finish()
         scene, reduction = self.run.scene, self.host.reduction.state()
         number = len(scene.microbatches) - 1
+        kept = None if loss is None else loss.detach()
         self.watch.after_backward(
-            loss if shown is None else shown,
-            self.host.gradients(),
+            kept if shown is None else shown,
+            self.host.gradients,
             scaled=self.host.scaler is not None,
             reduced=all(reduction),
             microbatch=number if number >= 0 else None,
         )
-        kept = None if loss is None else loss.detach()
         scene.passes.append(BackwardPass(max(0, number), kept, divisor, reduction, dict(settings or {})))
 
     def judge(self, optimizers: Sequence[Optimizer], *, norm_type: float = 2.0) -> Decision:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -176,8 +175,7 @@ class Agreement:
         """Say what is due after this step: settling, and a comparison for each comparer."""
         bus = self._bus
         compares = [
-            bool(bus.ask(comparer, partial(comparer.compares, step), step, "compares"))
-            for comparer in bus.comparers()
+            bool(bus.ask(comparer, comparer.compares, step, "compares", step)) for comparer in bus.comparers()
         ]
         return (bus.must_settle(step), *compares)
 
