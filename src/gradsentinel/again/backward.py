@@ -40,6 +40,8 @@ class Reduction:
 
     def state(self) -> tuple[bool, ...]:
         """Return the position of each switch; all true if the gradients are added up."""
+        if not self._switches:  # mostly there are none
+            return ()
         return tuple(bool(getattr(owner, name)) for owner, name in self._switches)
 
     @contextmanager

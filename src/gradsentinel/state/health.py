@@ -118,7 +118,6 @@ class StateHealth:
         """Return the 2-norm of the buffers as they are, 0-dim, not finite if an element is; no wait."""
         return GradientView((name, _held(tensor)) for name, tensor in self.buffers()).total_norm
 
-    @torch.no_grad()
     def small_buffers(self) -> Tensor | None:
         """Return a number that is not finite if an element of a small buffer is, None if there is none.
 
@@ -138,9 +137,10 @@ class StateHealth:
                 flat.append(now if now.ndim == 1 else now.reshape(-1))
         if not flat:
             return None
-        together = torch.cat(flat)
-        # Not in place: were a backend to hand back its one input, that would be the model's own buffer.
-        return together.mul(0.0).sum(dtype=torch.float32 if together.dtype.itemsize == 2 else None)
+        with torch.no_grad():
+            together = torch.cat(flat)
+            # Not in place: were a backend to hand back its one input, that would be the model's own buffer.
+            return together.mul(0.0).sum(dtype=torch.float32 if together.dtype.itemsize == 2 else None)
 
     def set_aside(self, names: Iterable[str]) -> None:
         """Hear that these buffers are not finite, and will not become so: `small_buffers` leaves them out."""

@@ -48,7 +48,7 @@ class RngState:
         for device in _devices(devices):
             accelerators.update(device.generator_states())
         return cls(
-            torch_cpu=torch.get_rng_state(),
+            torch_cpu=torch.default_generator.get_state(),
             python=_python_state(),
             numpy=None if numpy is None else _numpy_state(numpy),
             devices=tuple(accelerators.items()),
