@@ -8,6 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsentinel import AfterBackward, BeforeClip, Kind, MagnitudeCallback, NanCallback, Rollback, Sentinel
 from gradsentinel.gradients import GradientView
+from gradsentinel.measures.factor import factor_on_host
 from loops import build, differences, finish, make_batches, train_watched
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6 says it of a CPU mesh
@@ -754,14 +757,55 @@ def test_a_norm_that_the_host_knows_changes_nothing_of_the_clip(dtype, share):
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_a_clip_that_would_multiply_by_one_launches_nothing():
-    gradient = torch.full((4,), 0.25)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_clip_that_would_multiply_by_one_launches_nothing(dtype):
+    gradient = torch.full((4,), 0.25, dtype=dtype)
     view = GradientView([("w", gradient)])
     norm = float(view.total_norm)
     before = gradient._version
     view.clip_(1.0, known_norm=norm)
     assert gradient._version == before
-    view.clip_(0.505, known_norm=norm)  # too near to be sure
-    assert gradient._version > before
+    view.clip_(0.505, known_norm=norm)  # too near to be sure without computing the factor
+    assert (gradient._version > before) is (dtype is torch.float64)
     view.clip_(1.0, total_norm=2.0, known_norm=norm)  # the norm of the view had overflowed
-    assert torch.equal(gradient, torch.full((4,), 0.25) / (2.0 + 1e-6))
+    assert torch.equal(gradient, torch.full((4,), 0.25, dtype=dtype) / (2.0 + 1e-6))
+
+
+class OpNames(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_the_host_multiplies_by_takes_no_operators():
+    """The norm is read before the step is made: one product is all that is left to be done."""
+    view = GradientView([("a", torch.randn(5)), ("b", torch.randn(3))])
+    norm = float(view.total_norm)
+    view.clip_(0.1, known_norm=norm)  # the first one tries whether torch computes alike
+    with OpNames() as seen:
+        view.clip_(0.1, known_norm=norm)
+    assert [name for name in seen.names if name not in {"lift_fresh", "detach"}] == ["_foreach_mul_"]
+
+
+numbers = st.floats(0.0, 3.4028234663852886e38, width=32)
+
+
+@given(norm=numbers, max_norm=st.one_of(st.floats(1e-6, 1e6), st.floats(1e-45, 1e45)))
+@example(norm=3.4028234663852886e38, max_norm=1e-7)
+@example(norm=1e-45, max_norm=1.0)
+@example(norm=1.0, max_norm=1e-30)
+def test_a_factor_on_the_host_is_that_of_torch_bit_for_bit(norm, max_norm):
+    expected = torch.clamp(max_norm / (torch.tensor(norm) + 1e-6), max=1.0).item()
+    found = factor_on_host(max_norm, norm)
+    assert found == expected or (found is None and (norm > 8e37 or expected < 1e-30))
+
+
+def test_a_factor_is_left_to_torch_where_it_is_not_certain():
+    assert factor_on_host(1.0, NAN) is None
+    assert factor_on_host(1.0, INF) is None
+    assert factor_on_host(torch.tensor(1.0), 2.0) is None
+    assert factor_on_host(1.0, 3e38) is None  # whose reciprocal has fewer bits, or none

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.evidence import TensorEvidence
+from gradsentinel.measures.factor import factor_on_host
 from gradsentinel.measures.fusing import Group, groups_of, multiply_, one_group, takes_lists
 from gradsentinel.measures.inspection import inspect_tensor, local, values_of
 from gradsentinel.measures.norms import (
@@ -304,9 +305,7 @@ class GradientView:
         """
         if not len(self):
             return
-        if total_norm is None and known_norm is not None and known_norm <= _WELL_WITHIN * max_norm - 1e-6:
-            return
-        known = self.known_factor if total_norm is None and max_norm == self.clip_at else None
+        known = None if total_norm is not None else self._known(max_norm, known_norm)
         if known == 1.0:
             return
         if isinstance(total_norm, float):
@@ -316,12 +315,26 @@ class GradientView:
                     scale_(local(gradient), scale)
             return
         with torch.no_grad():
-            factor = self._factor(max_norm, total_norm)
+            if known is not None and self._clip_factor is None:  # many are multiplied faster by a tensor
+                factor, known = torch.tensor(known, dtype=torch.float32, device="cpu"), None
+            else:
+                factor = self._factor(max_norm, total_norm)
             for group in self._groups:  # the norm is known to all: each scales its shard
                 gradients = group.tensors
                 if not self._sorted_out.ordinary:
                     gradients = [local(gradient) for gradient in gradients]
                 multiply_(gradients, factor, known=known, one_launch=group.fused)
+
+    def _known(self, max_norm: float, known_norm: float | None) -> float | None:
+        """Return what the host knows of the factor: it came with the norm, or is computed of that one."""
+        if known_norm is not None and known_norm <= _WELL_WITHIN * max_norm - 1e-6:
+            return 1.0
+        if max_norm == self.clip_at:
+            return self.known_factor
+        norm = self.total_norm
+        if known_norm is None or not (self._alike and norm.is_cpu and norm.dtype is torch.float32):
+            return None
+        return factor_on_host(max_norm, known_norm)
 
     @torch.no_grad()
     def clip_factor(self, max_norm: float, total_norm: Tensor | None = None) -> Tensor:

@@ -15,6 +15,8 @@ _ORDINARY = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float
 _Kind = tuple[type, torch.dtype, torch.layout, torch.device]
 _KIND: Callable[[Tensor], _Kind] = attrgetter("__class__", "dtype", "layout", "device")
 """What decides how a gradient is read."""
+_known: set[_Kind] = set()
+"""The few kinds of a run that were found to be ordinary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,9 @@ class Sorted:
 def sort_out(names: Sequence[str], gradients: list[Tensor]) -> Sorted:
     """Return gradients sorted by whether they can be judged."""
     kinds = set(map(_KIND, gradients))  # not a line of Python for each: the one pass over all
-    if all(map(_is_ordinary, kinds)) and not any(map(Tensor._is_zerotensor, gradients)):
+    if not kinds <= _known:
+        _known.update(filter(_is_ordinary, kinds))
+    if kinds <= _known and not any(map(Tensor._is_zerotensor, gradients)):
         device = next(iter(kinds))[-1] if len(kinds) == 1 else None
         return Sorted(names, gradients, {}, ordinary=True, device=device)
     unchecked: dict[str, str] = {}
