@@ -781,14 +781,29 @@ class OpNames(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_the_host_multiplies_by_takes_no_operators():
-    """The norm is read before the step is made: one product is all that is left to be done."""
+def test_what_the_host_multiplies_by_is_written_and_multiplied_with():
+    """The norm is read before the step is made: no sum, quotient and bound is left to the device."""
     view = GradientView([("a", torch.randn(5)), ("b", torch.randn(3))])
     norm = float(view.total_norm)
     view.clip_(0.1, known_norm=norm)  # the first one tries whether torch computes alike
     with OpNames() as seen:
         view.clip_(0.1, known_norm=norm)
-    assert [name for name in seen.names if name not in {"lift_fresh", "detach"}] == ["_foreach_mul_"]
+    assert seen.names == ["full_like", "_foreach_mul_"]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unread", "read"])
+def test_gradients_that_are_part_of_a_graph_are_measured_and_clipped_outside_of_it(known):
+    """As a loop makes them that calls backward(create_graph=True)."""
+    weight = torch.randn(4, requires_grad=True)
+    gradient = weight * 3.0
+    view, expected = GradientView([("w", gradient)]), nn.Parameter(torch.zeros(4))
+    expected.grad = gradient.detach().clone()
+    torch.nn.utils.clip_grad_norm_([expected], 0.1)
+    norm = view.total_norm
+    assert not norm.requires_grad
+    assert not view.norms.requires_grad
+    view.clip_(0.1, known_norm=float(norm) if known else None)
+    assert torch.equal(gradient, expected.grad)
 
 
 numbers = st.floats(0.0, 3.4028234663852886e38, width=32)

@@ -120,7 +120,7 @@ class GradientView:
 
     @property
     def _alike(self) -> bool:
-        """True if all gradients are ordinary and of one device and dtype, as they nearly always are."""
+        """True if all gradients are ordinary, of one device and dtype, and in no graph: nearly always."""
         return self._sorted_out.device is not None
 
     def _total(self, alarm: Tensor | None = None) -> Tensor:
@@ -161,10 +161,9 @@ class GradientView:
             return self._total(self.alarm)
         # In one function: in a step each one costs some microseconds, because the training has pushed it out
         # of the caches, as it has pushed everything else that is touched once.
-        with torch.no_grad():
-            norms = self._norms = self._reduce(self.norm_type)
-            stacked = self._stacked = torch.stack(norms)
-            total: Tensor = torch.linalg.vector_norm(stacked, self.norm_type)
+        norms = self._norms = self._reduce(self.norm_type)
+        stacked = self._stacked = torch.stack(norms)
+        total: Tensor = torch.linalg.vector_norm(stacked, self.norm_type)
         self._kept = [(None, stacked)]
         return total
 
@@ -314,15 +313,18 @@ class GradientView:
                 for gradient in self._sorted_out.gradients:
                     scale_(local(gradient), scale)
             return
+        if known is not None and self._clip_factor is None:  # many are multiplied faster by a tensor
+            factor, known = torch.full_like(self.total_norm, known), None
+        else:
+            factor = self.clip_factor(max_norm, total_norm)
+        found = self._sorted_out
+        if found.device is not None:
+            alone = takes_lists(found.gradients, found.device)
+            multiply_(found.gradients, factor, known=known, one_launch=alone)
+            return
         with torch.no_grad():
-            if known is not None and self._clip_factor is None:  # many are multiplied faster by a tensor
-                factor, known = torch.tensor(known, dtype=torch.float32, device="cpu"), None
-            else:
-                factor = self._factor(max_norm, total_norm)
             for group in self._groups:  # the norm is known to all: each scales its shard
-                gradients = group.tensors
-                if not self._sorted_out.ordinary:
-                    gradients = [local(gradient) for gradient in gradients]
+                gradients = group.tensors if found.ordinary else [local(one) for one in group.tensors]
                 multiply_(gradients, factor, known=known, one_launch=group.fused)
 
     def _known(self, max_norm: float, known_norm: float | None) -> float | None:
@@ -339,9 +341,6 @@ class GradientView:
     @torch.no_grad()
     def clip_factor(self, max_norm: float, total_norm: Tensor | None = None) -> Tensor:
         """Return what clipping multiplies by, 0-dim, as torch computes it; no wait."""
-        return self._factor(max_norm, total_norm)
-
-    def _factor(self, max_norm: float, total_norm: Tensor | None) -> Tensor:
         travels = total_norm is None and max_norm == self.clip_at
         if travels and self._clip_factor is not None:
             return self._clip_factor

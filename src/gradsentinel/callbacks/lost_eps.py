@@ -41,7 +41,9 @@ class LostEps:
 
     def suspected(self) -> bool:
         """Return True if an eps is 0 that was not; on the host alone."""
-        return any(True for _ in self._groups())
+        for _ in self._groups():
+            return True
+        return False
 
     def finding(self) -> Finding | None:
         """Look, on the device, whether this step's update would divide 0 by 0; None where no eps is lost."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from gradsentinel.measures.inspection import readable
 
 _ORDINARY = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-_Kind = tuple[type, torch.dtype, torch.layout, torch.device]
-_KIND: Callable[[Tensor], _Kind] = attrgetter("__class__", "dtype", "layout", "device")
+_Kind = tuple[type, torch.dtype, torch.layout, torch.device, bool]
+_KIND: Callable[[Tensor], _Kind] = attrgetter("__class__", "dtype", "layout", "device", "requires_grad")
 """What decides how a gradient is read."""
 _known: set[_Kind] = set()
 """The few kinds of a run that were found to be ordinary."""
@@ -30,7 +30,7 @@ class Sorted:
     ordinary: bool
     """True if all of them are dense, of a common type and no subclass: then nothing needs a second look."""
     device: torch.device | None = None
-    """Where all of them are, if they are ordinary and of one dtype and device."""
+    """Where all of them are, if they are ordinary, of one dtype and device, and part of no graph."""
 
 
 def sort_out(names: Sequence[str], gradients: list[Tensor]) -> Sorted:
@@ -39,8 +39,9 @@ def sort_out(names: Sequence[str], gradients: list[Tensor]) -> Sorted:
     if not kinds <= _known:
         _known.update(filter(_is_ordinary, kinds))
     if kinds <= _known and not any(map(Tensor._is_zerotensor, gradients)):
-        device = next(iter(kinds))[-1] if len(kinds) == 1 else None
-        return Sorted(names, gradients, {}, ordinary=True, device=device)
+        *_, device, in_graph = next(iter(kinds), (None, True))
+        alike = len(kinds) == 1 and not in_graph
+        return Sorted(names, gradients, {}, ordinary=True, device=device if alike else None)
     unchecked: dict[str, str] = {}
     for name, gradient in zip(names, gradients, strict=True):
         usual = _is_ordinary(_KIND(gradient)) and not gradient._is_zerotensor()
@@ -54,5 +55,5 @@ def sort_out(names: Sequence[str], gradients: list[Tensor]) -> Sorted:
 
 
 def _is_ordinary(kind: _Kind) -> bool:
-    own, dtype, layout, device = kind
+    own, dtype, layout, device, _ = kind
     return own is Tensor and dtype in _ORDINARY and layout is torch.strided and device.type != "meta"
