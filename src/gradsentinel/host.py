@@ -96,7 +96,7 @@ class TorchHost:
         self._names: dict[int, str] = {}
         self._order: list[tuple[str, Tensor]] = []
         self._all_names: tuple[str, ...] = ()
-        self._signature: tuple[int, ...] = ()
+        self._signature: list[Tensor] = []
         self._refresh()
         if not self._order:
             raise ConfigurationError("neither the model nor the optimizer has a parameter: nothing to watch")
@@ -115,7 +115,7 @@ class TorchHost:
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter once: the model's in its order, then those only an optimizer knows."""
-        if self._signature != self._current_signature():
+        if not self._is_current():
             self._refresh()
         return iter(self._order)
 
@@ -131,7 +131,7 @@ class TorchHost:
 
     def _present(self, optimizers: Sequence[Optimizer] | None) -> tuple[Sequence[str], list[Tensor]]:
         """Return the names of the gradients that there are now, and these gradients."""
-        if self._signature != self._current_signature():
+        if not self._is_current():
             self._refresh()
         named: Iterable[tuple[str, Tensor]] = self._order
         if optimizers is None or len(optimizers) == len(self._optimizers):
@@ -144,8 +144,7 @@ class TorchHost:
             }
             named = [(name, parameter) for name, parameter in named if id(parameter) in mine]
         found = [(name, gradient_of(parameter)) for name, parameter in named]
-        present = [(name, gradient) for name, gradient in found if gradient is not None]
-        return [name for name, _ in present], [gradient for _, gradient in present]
+        return [name for name, grad in found if grad is not None], [g for _, g in found if g is not None]
 
     def data_parallel_group(self, name: str) -> Any:
         """Return the process group over which DDP keeps a parameter alike, or None if DDP does not."""
@@ -218,11 +217,8 @@ class TorchHost:
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rate of each parameter group; a tensor learning rate on a device waits."""
-        return tuple(
-            0.0 if group.get("lr") is None else float(group["lr"])  # some optimizers find their own
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        )
+        rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
+        return tuple([0.0 if rate is None else float(rate) for rate in rates])  # some find their own
 
     # -- the pieces of a step ----------------------------------------------------------------------
 
@@ -319,11 +315,15 @@ class TorchHost:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
 
-    def _current_signature(self) -> tuple[int, ...]:
-        if len(self._optimizers) == 1 and len(self._optimizers[0].param_groups) == 1:
-            return tuple(map(id, self._optimizers[0].param_groups[0]["params"]))
+    def _stepped(self) -> list[Tensor]:
+        """Return the optimizers' parameters in order; a list of theirs where there is but one."""
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        return tuple(map(id, chain.from_iterable(groups)))
+        return groups[0] if len(groups) == 1 else list(chain.from_iterable(groups))
+
+    def _is_current(self) -> bool:
+        """Return True if the optimizers have the parameters that they had when the names were read."""
+        now, known = self._stepped(), self._signature
+        return len(now) == len(known) and all(map(is_, now, known))
 
     def _refresh(self) -> None:
         """Read the names again: at start, and when an optimizer got a parameter it did not have."""
@@ -338,7 +338,7 @@ class TorchHost:
                 for position, parameter in enumerate(group["params"]):
                     self._remember(f"optimizer{index}.group{number}.{position}", parameter)
         self._all_names = tuple(self._names.values())
-        self._signature = self._current_signature()
+        self._signature = list(self._stepped())
         self.generation += 1
 
     def _reshard(self) -> None:

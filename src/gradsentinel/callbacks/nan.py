@@ -118,16 +118,14 @@ class NanCallback(Detector):
             findings.append(_certain(evidence))
         return findings
 
-    def on_step_start(self, event: events.StepStart) -> None:
-        """Forget the last step's micro-batches."""
-        self._step = _Step()
-
     def on_after_backward(self, event: events.AfterBackward) -> list[Finding]:
         """Judge the loss; remember the gradients' size so far, to tell the bad micro-batch later.
 
         And, after the last one, the small buffers: where the ranks need no agreement while the norm they all
         have is sound (FSDP), what is found later than this reaches nobody.
         """
+        if self._step.view is not None:  # of a step that came to nothing: nobody has heard of its end
+            self._step = _Step()
         found = self._look_at_small_buffers(scaled=event.scaled) if event.last else []
         if self.check_microbatches and not event.last:
             self._step.seen.append((event.microbatch, event.gradients.max_magnitude))
@@ -150,6 +148,8 @@ class NanCallback(Detector):
         every step, to all where the state is due after this one: now that can still be put back, and the
         weights have not moved.
         """
+        if self._step.view is not None:
+            self._step = _Step()
         found = [self._look_at_gradients(event)]
         lost = None if self._eps is None else self._eps.finding()
         if lost is not None:
