@@ -83,9 +83,9 @@ def merge(actions: Iterable[Action]) -> Action:
     return max(actions, default=Action.CONTINUE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # made in each step: to make a frozen one takes three times as long
 class Decision:
-    """What the ranks decided about the step in flight."""
+    """What the ranks decided about the step in flight; nobody changes it."""
 
     apply: bool
     """True when the optimizer should step."""

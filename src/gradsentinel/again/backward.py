@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from gradsentinel.errors import ConfigurationError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made in each step: to make a frozen one takes three times as long
 class BackwardPass:
-    """One backward pass of the step in flight, as the loop ran it."""
+    """One backward pass of the step in flight, as the loop ran it; nobody changes it."""
 
     microbatch: int = 0
     """Number of the micro-batch whose loss it started from."""

@@ -203,7 +203,9 @@ class SpikeCallback(Detector):
         for name, value in (("loss", event.loss), ("grad_norm", norm)):
             if value is not None and getattr(self, name):
                 self._baseline(player, name).learn(event.step, value, healthy=event.applied)
-                self._publish(player, bands.get(name), name, event.iteration)
+                band = bands.get(name)
+                if band is not None and band is not self._shown.get((player, name)):
+                    self._publish(player, band, name, event.iteration)
         if self.loss and self.grad_norm:
             learnt = self._baseline(player, "loss").negligible
             self._baseline(player, "grad_norm").ease = _LEARNT if learnt else 1.0
@@ -247,9 +249,9 @@ class SpikeCallback(Detector):
                 self._grouped[player] = self._new_groups()
                 self._grouped[player].load_state_dict(kept)
 
-    def _publish(self, player: str, band: Band | None, name: str, iteration: int) -> None:
+    def _publish(self, player: str, band: Band, name: str, iteration: int) -> None:
         """Leave a bound that has moved where TensorBoard finds it."""
-        if self._run is None or band is None or band.early or band is self._shown.get((player, name)):
+        if self._run is None or band.early:
             return
         self._shown[player, name] = band
         whose = "" if player == "all" else f"/optimizer{player}"

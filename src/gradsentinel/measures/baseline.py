@@ -157,8 +157,8 @@ class Baseline:
         if not healthy:
             return False
         self._streak.clear()
-        if band is not None and value <= band.ordinary and 2 * band.count >= self.window:
-            # Not of a few values, whose spread is a guess, nor of what climbs.
+        if band is not None and band.center < value <= band.ordinary and 2 * band.count >= self.window:
+            # Not of a few values, whose spread is a guess, nor of what climbs; nothing below is far out.
             self._remember_peak(_Value(self._turn, step, band.deviations(value)))
         self._kept.append(entry)
         far = band is not None and value > band.center + _FAR * (band.high - band.center)

@@ -45,8 +45,9 @@ class RngState:
         """
         numpy = sys.modules.get("numpy.random")
         accelerators: dict[str, Tensor] = {}
-        for device in _devices(devices):
-            accelerators.update(device.generator_states())
+        if devices:
+            for device in _devices(devices):
+                accelerators.update(device.generator_states())
         return cls(
             torch_cpu=torch.default_generator.get_state(),
             python=_python_state(),
