@@ -124,6 +124,8 @@ class _Twister:
         self._words = words
         self._place = place
         self._listed = listed
+        self.reader: object = None
+        """What reads the state of it, where others might put something else in its place."""
         self._generator: object = None
         """The one whose memory was compared with its state."""
         self._as_expected = False
@@ -131,6 +133,16 @@ class _Twister:
         """An address, and what lies there: read only while the object it is a part of is held."""
         self._last: tuple[object, bytes, Any] | None = None
         """What belongs to the state elsewhere, the memory, and the state as it was read."""
+
+    def unchanged(self, generator: object, rest: object) -> Any:
+        """Return the state as it was read last while it is that of this generator; None if it may not be.
+
+        The short way of a step, in which nobody has drawn: an object that is held does not move.
+        """
+        last, seen = self._last, self._seen
+        if last is None or seen is None or generator is not self._generator or not self._as_expected:
+            return None
+        return last[2] if last[0] == rest and last[1] == seen[1].raw else None
 
     def state(self, generator: object, address: int, rest: object, read: Callable[[], Any]) -> Any:
         """Return the state; the very same object as long as it is the same state.
@@ -176,10 +188,15 @@ _IN_OBJECT = _CPYTHON and _random.Random.__basicsize__ >= object.__basicsize__ +
 
 def _python_state() -> tuple[Any, ...]:
     generator: Any = getattr(random, "_inst", None)  # whose methods the functions of the module are
+    if random.getstate is _python.reader:
+        known = _python.unchanged(generator, getattr(generator, "gauss_next", None))
+        if known is not None:
+            return known  # type: ignore[no-any-return]
     if not (_IN_OBJECT and isinstance(generator, _random.Random)):
         return random.getstate()
     if random.getstate != generator.getstate:  # somebody put others in their place
         return random.getstate()
+    _python.reader = random.getstate
     address, rest = id(generator) + object.__basicsize__, getattr(generator, "gauss_next", None)
     state: tuple[Any, ...] = _python.state(generator, address, rest, generator.getstate)
     return state
@@ -187,17 +204,18 @@ def _python_state() -> tuple[Any, ...]:
 
 def _numpy_state(module: Any) -> Mapping[str, Any]:
     generator: Any = getattr(module, "get_bit_generator", lambda: None)()
-    state: Mapping[str, Any]
-    if not _CPYTHON or type(generator) is not module.MT19937:  # others may be of any size
-        state = module.get_state(legacy=False)
+    state: Mapping[str, Any] | None = _numpy.unchanged(generator, None)
+    if state is not None:
         return state
+    if not _CPYTHON or type(generator) is not module.MT19937:  # others may be of any size
+        return module.get_state(legacy=False)  # type: ignore[no-any-return]
     address = generator.ctypes.state_address  # what NumPy offers for this: the struct within the object
-    state = _numpy.state(generator, address, None, lambda: module.get_state(legacy=False))
+    read: Mapping[str, Any] = _numpy.state(generator, address, None, lambda: module.get_state(legacy=False))
     # A number that waits to be returned is elsewhere, and only a draw can bring one in. Another generator may
     # have been put in this one's place while the state was read.
-    if state["has_gauss"] or module.get_bit_generator() is not generator:
+    if read["has_gauss"] or module.get_bit_generator() is not generator:
         _numpy.forget()
-    return state
+    return read
 
 
 @contextmanager
