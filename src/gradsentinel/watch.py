@@ -72,12 +72,16 @@ class Watch:
 
     def prepare(self, *, same_batches: bool = False, rng: bool = True) -> None:
         """Remember the state as it is now, for the step that comes next, on new batches or the same."""
+        scene, local = self.run.scene, self.run.local
+        if self._prepared and scene.buffers.none and not (same_batches or rng or local.seen.anything):
+            scene.forget_batches()  # all else is as it was at the end of the last step
+            return
         generation = getattr(self.run.host, "generation", 0)
         if generation != self._generation:
             self._generation = generation
-            self.run.scene.buffers.find()
-        self.run.scene.begin(same_batches=same_batches, rng=rng)
-        self.run.local.begin_step()
+            scene.buffers.find()
+        scene.begin(same_batches=same_batches, rng=rng)
+        local.begin_step()
         self._prepared = True
 
     def begin_step(self) -> None:
@@ -186,8 +190,7 @@ class Watch:
 
     def look_again(self, decision: Decision, gradients: GradientView) -> Decision:
         """Return the decision with the numbers of gradients that were computed anew; called on every rank."""
-        norm = float(gradients.total_norm)
-        self.run.last_grad_norm = norm
+        norm = self.run.last_grad_norm = float(gradients.total_norm)
         safe = None if decision.scaler_skips else self.agreement.true_norm(gradients, norm, agreed=True)
         return replace(decision, grad_norm=norm, loss=self.run.last_loss, safe_norm=safe)
 
@@ -259,7 +262,6 @@ class Watch:
 
         Returns what was done about the step once it was made: CONTINUE in a healthy run.
         """
-        step = decision.step
         applied = decision.apply and not decision.scaler_skips
         self.run.iteration += 1
         self.run.applied += applied
@@ -276,7 +278,7 @@ class Watch:
             return Action.CONTINUE
         settles, *compares = self._due
         comparers = [one for one, due in zip(self.bus.comparers(), compares, strict=True) if due]
-        self._pending += compare_replicas(self.run, self.bus, step, comparers)
+        self._pending += compare_replicas(self.run, self.bus, decision.step, comparers)
         return self.settle_pending() if settles else Action.CONTINUE
 
     def _tell(

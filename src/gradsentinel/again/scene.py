@@ -93,6 +93,11 @@ class Scene:
         self.buffers.capture()
         self.rng = RngState.capture(self._device_types) if rng else None
 
+    def forget_batches(self) -> None:
+        """Forget the last step's batches too, where the state was remembered with them and still is that."""
+        self.microbatches.clear()
+        self.repeated, self.rng = False, None
+
     def add(self, batch: Any, position: tuple[int, int] | None = None, indices: tuple[Any, ...] = ()) -> None:
         """Remember a micro-batch that is about to enter the model, and what it is of the data."""
         self.graph = None  # not while the next forward pass needs the memory

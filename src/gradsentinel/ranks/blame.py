@@ -43,6 +43,11 @@ class Seen:
     began: set[str] = field(default_factory=set)
     """Parameters whose bad gradients are this rank's own, once somebody looked."""
 
+    @property
+    def anything(self) -> bool:
+        """True if anything was seen so far."""
+        return len(self.norms) > 1 or bool(self.norms[0] or self.handed or self.began)
+
 
 class LocalGradients:
     """How large this rank's own gradients of the step in flight are, from before the reduction.

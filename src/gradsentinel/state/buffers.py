@@ -62,6 +62,11 @@ class BufferShadow:
                 yield label, kept.copy
 
     @property
+    def none(self) -> bool:
+        """True once it is clear that the model has no buffers: there is nothing to remember."""
+        return not self._owners and self._captures > _TRIAL_STEPS
+
+    @property
     def complete(self) -> bool:
         """False while a lazy module had no values yet when the buffers were remembered last."""
         return not self._unborn
