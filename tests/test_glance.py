@@ -1,12 +1,15 @@
 """The short way through a healthy step changes nothing but its cost."""
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import gradsentinel
 from gradsentinel import (
     BatchCallback,
     Detector,
@@ -226,3 +229,39 @@ def test_where_the_state_is_due_the_buffers_are_looked_at_before_the_step(tmp_pa
             sentinel.backward(run.loss(batch))
             sentinel.step()
     assert [entry for entry in listener.heard if entry[0] == "clip"] == [("clip", 0), ("clip", 1)]
+
+
+MOST_CALLS = {"three": 130, "with BatchCallback": 185}
+"""So many of our functions a healthy step enters at most, comprehensions included: each is slow in a step
+whose work has pushed it out of the caches."""
+
+
+@pytest.mark.parametrize("kind", MOST_CALLS)
+def test_a_healthy_step_enters_few_functions(kind, run_dir):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), nn.Linear(8, 4))
+    watchers = [NanCallback(), MagnitudeCallback(max_global_norm=1e4), SpikeCallback()]
+    if kind == "with BatchCallback":
+        watchers.append(BatchCallback())
+    home = str(Path(gradsentinel.__file__).parent)
+    calls: list[str] = []
+
+    def note(frame: Any, what: str, _: Any) -> None:
+        if what == "call" and frame.f_code.co_filename.startswith(home):
+            calls.append(frame.f_code.co_name)
+
+    with Sentinel(
+        model, torch.optim.AdamW(model.parameters(), 1e-3), callbacks=watchers, run_dir=run_dir
+    ) as s:
+        for number, batch in enumerate(s.steps(torch.randn(1, 8) for _ in range(80))):
+            loss = model(batch).square().mean()
+            # The state is looked at after each of the first ten steps, each tenth is written down, what is
+            # expected is worked out in each of the first 48 and in every sixteenth.
+            sys.setprofile(note if 71 <= number < 75 else None)
+            try:
+                s.backward(loss)
+                s.step(max_norm=1e-4)
+            finally:
+                sys.setprofile(None)
+        assert not s.incidents
+    assert 0 < len(calls) <= 4 * MOST_CALLS[kind]
