@@ -59,7 +59,7 @@ class HostGuard:
         except TrainingAborted:
             watch.forget_step()
             raise
-        watch.run.scene.graph = None  # not while the optimizer needs the memory
+        watch.run.scene.decided()
         norm = view.total_norm
         if decision.apply:
             if decision.recomputed:

@@ -174,8 +174,8 @@ class Sentinel:
                 run.data["batches"] += 1
                 yield batch
         finally:
-            self._in_steps = False
-            self._last_of_loader = False
+            self._in_steps = self._last_of_loader = False
+            run.scene.passed()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run `loss.backward()`, scaled for accumulation and by the GradScaler, and look at the loss.
@@ -190,6 +190,7 @@ class Sentinel:
         if self._left_over and holds_gradients(self._left_over):
             self._hints.tell(LEFT_OVER)
         self._left_over = ()
+        self._watch.run.scene.passed()
         divisor, number = self._window if self._in_steps else 1, max(0, self._in_window - 1)
         run_backward(self.host, loss, divisor=divisor, settings=kwargs)
         self._saw_backward = True

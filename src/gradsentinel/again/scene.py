@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradsentinel.again.backward import BackwardPass
+from gradsentinel.again.model_calls import ModelCalls
 from gradsentinel.data.records import sample_ids
 from gradsentinel.state.buffers import BufferShadow, version_of
 from gradsentinel.state.rng import RngState
@@ -71,6 +72,8 @@ class Scene:
 
         It may hold what the user's own Functions have kept: it goes with the decision on the step.
         """
+        self.calls: ModelCalls | None = None
+        """What the loop gave to the model and got back; None where nobody takes note of it."""
         self.traced: tuple[str, Any] | None = None
         """The incident of this step and what its diagnosis found, for whoever keeps the evidence."""
         self.repeated = False
@@ -88,7 +91,7 @@ class Scene:
             self.microbatches.clear()
         self.repeated = same_batches
         self.passes.clear()
-        self.graph = None
+        self.decided()
         self.traced = None
         self.buffers.capture()
         self.rng = RngState.capture(self._device_types) if rng else None
@@ -107,6 +110,19 @@ class Scene:
         tensors = (tensor for _, tensor in tensors_in(batch)) if self.notes_writes else ()
         versions = tuple((tensor, version_of(tensor)) for tensor in tensors)
         self.microbatches.append(MicroBatch(len(self.microbatches), batch, rng, position, versions, indices))
+        if self.calls is not None:
+            self.calls.listen(len(self.microbatches) - 1)
+
+    def passed(self) -> None:
+        """Hear that a micro-batch is through the model: its backward pass begins, or there is none."""
+        if self.calls is not None:
+            self.calls.stop()
+
+    def decided(self) -> None:
+        """Let go of the loop's own tensors: not while the optimizer needs the memory."""
+        self.graph = None
+        if self.calls is not None:
+            self.calls.forget()
 
     def as_mapping(self) -> Mapping[str, Any]:
         """Return the scene as the incident event carries it."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradsentinel.again.model_calls import OwnHooks
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
 
@@ -210,6 +211,7 @@ class Peaks:
             if tensor.requires_grad:
                 site = Site(place, GRADIENT, tensor.dtype)
                 tensor.register_hook(lambda gradient, site=site: self._note_gradient(site, gradient))  # type: ignore[no-untyped-call]
+                OwnHooks.registered += 1
 
     def _note_gradient(self, site: Site, gradient: Tensor) -> None:
         if self.attached and is_plain(gradient):

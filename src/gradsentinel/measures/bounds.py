@@ -47,6 +47,9 @@ class Bounds:
     weights: int = 1 << 30
     """Size: copies of parameters during a replay, frozen ones first: a forward pass may write to a
     codebook."""
+    passed: int = 1 << 28
+    """Size: memory of what the loop gave to the model and got back from it in a step, kept by reference until
+    the step is decided, where `forward=` is given; what is beyond is not known to a diagnosis."""
     alarms: int = 32
     """Warnings of torch_npu's silent check that wait to become incidents."""
 
@@ -55,7 +58,7 @@ class Bounds:
 
 
 _NAMES = tuple(field.name for field in fields(Bounds))
-SIZES = frozenset({"pinned", "copies", "weights"})
+SIZES = frozenset({"pinned", "copies", "weights", "passed"})
 """The bounds that are bytes; the others are numbers of something, and at least 1."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsentinel.again.model_calls import OwnHooks
 from gradsentinel.measures.inspection import local
 from gradsentinel.state.tree import tensors_in
 from gradsentinel.testing import record_swallowed
@@ -139,6 +140,7 @@ class _Watch:
                 self._see(self._words[what], gradient)
 
         inner.register_hook(self._quietly(look))  # type: ignore[no-untyped-call]
+        OwnHooks.registered += 1
 
 
 def _values(module: nn.Module, kind: str) -> Sequence[Any]:
