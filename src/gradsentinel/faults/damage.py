@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -76,8 +76,33 @@ def damage_gradient(tensor: Tensor, strike: Callable[[Tensor], object]) -> Tenso
 def damaged_copy(tensor: Tensor, strike: Callable[[Tensor], object]) -> Tensor:
     """Return a copy with a fault in it, outside autograd."""
     copy = tensor.detach().resolve_conj().resolve_neg().clone()
-    strike(storage(copy))
+    strike(storage(copy).data)  # no version counts what is written so, as none counts what a device does
     return copy
+
+
+def damage_where_it_is(tensor: Tensor, strike: Callable[[Tensor], object]) -> None:
+    """Write a fault into the memory of a tensor, as a device does: no node and no version tells of it."""
+    strike(tensor.data)
+
+
+def is_its_own(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    """Return whether the memory is that of one result of one operator, and so of nothing that stays.
+
+    False for what may be a weight, a buffer, an input or a part of one: what is written there would not be
+    gone with the step, or would be damage in more than one place.
+    """
+    made = tensor._base if tensor._is_view() else tensor
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
+    if not plain or made is None or made.grad_fn is None or tensor.is_conj() or tensor.is_neg():
+        return False
+    memory = tensor.untyped_storage().data_ptr()
+    spread = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not spread and all(_is_elsewhere(other, memory) for other in others)
+
+
+def _is_elsewhere(tensor: Tensor, memory: int) -> bool:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.untyped_storage().data_ptr() != memory
 
 
 def storage(tensor: Tensor) -> Tensor:

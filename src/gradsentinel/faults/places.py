@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from gradsentinel.faults.course import Shot
-from gradsentinel.faults.damage import Change, damage, damage_gradient, storage
+from gradsentinel.faults.damage import (
+    Change,
+    damage,
+    damage_gradient,
+    damage_where_it_is,
+    is_its_own,
+    storage,
+)
 from gradsentinel.faults.fault import Removable
 from gradsentinel.faults.tree import listing, pick, replaced
+from gradsentinel.state.tree import tensors_in
 
 
 class Undo:
@@ -40,17 +48,22 @@ def in_activation(
 ) -> list[Removable]:
     """Change what a module returns: the first floating tensor, or the one at a dotted path."""
 
-    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+    def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not shot.live():
             return None
         found = _floating(output, path, f"the output of {where or 'the model'}")
         if found is None:
             return None
         at, tensor = found
-        return replaced(output, at, damage(tensor, _strike(change, shot, "activation", where)))
+        strike = _strike(change, shot, "activation", where)
+        stays = (*module.parameters(), *module.buffers(), *(t for _, t in tensors_in((args, kwargs))))
+        if is_its_own(tensor, stays):
+            damage_where_it_is(tensor, strike)
+            return None
+        return replaced(output, at, damage(tensor, strike))
 
     # First in line: every other hook, of a tracer for example, sees the fault as this module's work.
-    return [module.register_forward_hook(hook, prepend=True), *eagerly()]
+    return [module.register_forward_hook(hook, prepend=True, with_kwargs=True), *eagerly()]
 
 
 def in_input_gradient(

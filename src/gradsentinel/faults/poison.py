@@ -20,6 +20,9 @@ BAD_NUMBERS = (math.nan, math.inf, -math.inf)
 class PoisonActivation(Fault):
     """One bad number in what a module returns; gradients pass it as if it were any other value.
 
+    It is written where the value lies, as a device leaves it: no operator and no version of a tensor tells of
+    it. What is a weight, a buffer or an input of the module, too, is copied before.
+
     With activation checkpointing a transient one is in the forward pass and not in its recomputation.
     """
 
