@@ -128,7 +128,8 @@ def anomaly(case: Failure) -> str:
                 for batch in batches:
                     with case.device():
                         loss = loop(model, batch)
-                    loss.backward()
+                    with case.backward_device():
+                        loss.backward()
                     if case.after_backward is not None:
                         case.after_backward(model)
                 optimizer.step()

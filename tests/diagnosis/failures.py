@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from broken_kernels import Failing
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -48,6 +48,8 @@ class Failure:
     """What the loop computes, where that is not what it says in `forward`."""
     device: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What the loop's forward pass runs on, where that makes a mistake."""
+    backward_device: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What its backward pass runs on, likewise."""
     round: int = 1
 
 
@@ -187,23 +189,6 @@ class Normalises(torch.autograd.Function):
          phase="backward", op="aten.div.Tensor", node="NormalisesBackward")  # fmt: skip
 def custom_backward(model, x):
     return (Normalises.apply(model(x)) * 0).sum()
-
-
-class Failing(TorchDispatchMode):
-    """A device that spoils what an operator makes the n-th time: nothing in the program has a part in it."""
-
-    def __init__(self, op, change, *, call=0):
-        super().__init__()
-        self.op, self.change, self.call = op, change, call
-        self.calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if str(func) == self.op:
-            if self.calls == self.call:
-                self.change(result)
-            self.calls += 1
-        return result
 
 
 def puts(index, value):
@@ -652,7 +637,7 @@ NEGATIVES = iter([float("nan"), 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
 
 
 @failure("a forward pass that draws from an iterator of its own", round=3, batch=normal, cause="unknown",
-         phase="forward", op=None)  # fmt: skip
+         phase="loss", op=None)  # fmt: skip
 def own_iterator(model, x):
     return (model(x) * next(NEGATIVES, 1.0)).mean()
 

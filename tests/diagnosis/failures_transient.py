@@ -5,6 +5,8 @@ from failures import failure, normal
 from torch.nn import functional
 
 NAN = float("nan")
+made_by_the_loop = {"round": 4, "cause": "data", "phase": "input", "op": None, "batch": normal}
+"""What the loop does to a batch before the model gets it."""
 other = {"round": 4, "cause": "unknown", "phase": None, "op": None, "batch": normal}
 
 
@@ -22,7 +24,7 @@ def noisy(model, x):
     return model(x + torch.tensor([0.0, 0, NAN, 0])).pow(2).mean()
 
 
-@failure("noise that the loop adds to the batch", **other, loop=noisy)
+@failure("noise that the loop adds to the batch", **made_by_the_loop, loop=noisy)
 def noise(model, x):
     return model(x).pow(2).mean()
 
@@ -32,7 +34,7 @@ def rescales(model, x):
     return loss  # noqa: RET504 - the loop's own line
 
 
-@failure("a batch that the loop normalises by itself", **other, loop=rescales)
+@failure("a batch that the loop normalises by itself", **made_by_the_loop, loop=rescales)
 def normalised(model, x):
     return model(x).pow(2).mean()
 
@@ -45,7 +47,7 @@ def loses(model, x):
     return loss
 
 
-@failure("a batch that is spoilt and repaired in place", **other, loop=loses)
+@failure("a batch that is spoilt and repaired in place", **made_by_the_loop, samples=(1,), loop=loses)
 def repaired(model, x):
     return model(x).pow(2).mean()
 

@@ -149,7 +149,7 @@ def other_dtype(sentinel, model, batch):
 
 
 LOOPS = [
-    augmented, spoilt_in_place, further_term, further_term_of_no_gradient, another_backward_pass, two_losses,
+    further_term, further_term_of_no_gradient, another_backward_pass, two_losses,
     rebound, rebound_in_part, rebound_one, written_in_place, scaled_by_hand, other_dtype,
     divided_unseen, divided_detached, divided_in_numpy, hooked_activation,
 ]  # fmt: skip
@@ -161,6 +161,22 @@ def test_a_loop_that_computes_something_else_is_no_broken_device(odd, incident_o
     assert found.cause == "unknown", found.evidence
     assert found.evidence[1].startswith("run again from the same batch")
     assert found.remedy
+
+
+@pytest.mark.parametrize(
+    ("odd", "records"),
+    [(augmented, []), (spoilt_in_place, [3])],
+    ids=lambda loop: getattr(loop, "__name__", ""),
+)
+def test_a_loop_that_makes_bad_values_of_the_batch_is_no_broken_device(odd, records, incident_of):
+    """What it gave to the model is known: given that, the model computes what the loop got."""
+    incident = incident_of(odd)
+    found = incident.diagnosis
+    assert (found.cause, found.phase, found.confidence) == ("data", "input", 0.7), found.evidence
+    assert [sample.position for sample in incident.samples] == records
+    assert "made between the batch and the model" in found.evidence[0]
+    assert "it is innocent" in found.evidence[2]
+    assert "inside forward=" in found.remedy[0]
 
 
 def test_a_model_in_another_mode(incident_of):

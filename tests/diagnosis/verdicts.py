@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import failures_architectures  # noqa: F401 - fills FAILURES
+import failures_eighteenth  # noqa: F401 - likewise
 import failures_eleventh  # noqa: F401 - likewise
 import failures_formulas  # noqa: F401 - likewise
 import failures_fresh  # noqa: F401 - likewise
@@ -16,6 +17,7 @@ import failures_optimizers  # noqa: F401 - likewise
 import failures_outside  # noqa: F401 - likewise
 import failures_pairs  # noqa: F401 - likewise
 import failures_records  # noqa: F401 - likewise
+import failures_seventeenth  # noqa: F401 - likewise
 import failures_thirteenth  # noqa: F401 - likewise
 import failures_transient  # noqa: F401 - likewise
 import failures_traps  # noqa: F401 - likewise
@@ -48,7 +50,8 @@ def run_failure(case: Failure, run_dir: Path, *, clock: Callable[[], Any] = lamb
                 clock()
                 with case.device():
                     loss = loop(model, batch)
-                sentinel.backward(loss)
+                with case.backward_device():
+                    sentinel.backward(loss)
                 clock()
                 if case.after_backward is not None:
                     case.after_backward(model)

@@ -21,21 +21,20 @@ HOLE = re.compile(r"\{[^{}]*\}")
 CHINESE = re.compile("[\u4e00-\u9fff\uff00-\uffef]")
 
 WRITERS = """
-    evidence incident inquiry recovery again/recompute bus callbacks/batch callbacks/batch_evidence
-    callbacks/batch_fields callbacks/batch_gross callbacks/batch_habits callbacks/batch_share
-    callbacks/cross_rank
-    callbacks/device_health callbacks/escalation callbacks/forecast callbacks/headroom
-    callbacks/health_evidence callbacks/lifeless callbacks/loss_scale callbacks/lost_eps
-    callbacks/magnitude callbacks/nan
-    callbacks/outliers callbacks/peaks callbacks/recomputing callbacks/rescue callbacks/resync
-    callbacks/retry callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike
-    callbacks/stagnation callbacks/suspicion callbacks/update_ratio callbacks/worries diagnosis/arm
+    evidence incident inquiry recovery again/model_calls again/recompute bus callbacks/batch
+    callbacks/batch_evidence callbacks/batch_fields callbacks/batch_gross callbacks/batch_habits
+    callbacks/batch_share callbacks/cross_rank callbacks/device_health callbacks/escalation
+    callbacks/forecast callbacks/headroom callbacks/health_evidence callbacks/lifeless
+    callbacks/loss_scale callbacks/lost_eps callbacks/magnitude callbacks/nan callbacks/outliers
+    callbacks/peaks callbacks/recomputing callbacks/rescue callbacks/resync callbacks/retry
+    callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike callbacks/stagnation
+    callbacks/suspicion callbacks/update_ratio callbacks/worries diagnosis/arm diagnosis/boundary
     diagnosis/comparison diagnosis/custom diagnosis/determinism diagnosis/diagnose diagnosis/excess
     diagnosis/fields diagnosis/findings diagnosis/fingerprint diagnosis/investigation
-    diagnosis/lone_weight diagnosis/operands diagnosis/otherwise diagnosis/rehearsal diagnosis/remedy
-    diagnosis/replay diagnosis/rules diagnosis/scan diagnosis/self_test diagnosis/sighting
-    diagnosis/spiked diagnosis/trace diagnosis/transient
-    diagnosis/update diagnosis/verdict integrations/lightning/again integrations/megatron/exchanges
+    diagnosis/lone_weight diagnosis/operands diagnosis/otherwise diagnosis/passed diagnosis/rehearsal
+    diagnosis/remedy diagnosis/replay diagnosis/rules diagnosis/scan diagnosis/self_test
+    diagnosis/sighting diagnosis/spiked diagnosis/trace diagnosis/transient diagnosis/update
+    diagnosis/verdict integrations/lightning/again integrations/megatron/exchanges
     integrations/megatron/gradients integrations/megatron/host integrations/megatron/places
     integrations/megatron/returns integrations/megatron/search integrations/state_check ranks/blame
     ranks/handover ranks/origin ranks/replicas ranks/testimony ranks/topology state/health state/retreat

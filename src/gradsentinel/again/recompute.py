@@ -195,7 +195,7 @@ def recompute(
         _clear(run, flags)
         told = run.consensus.gather("" if failure is None else f"{type(failure).__name__}: {failure}")
         return Recomputed(failure=f"computing the step again failed: {next(filter(None, told))}")
-    outcome = _look_at(run, tuple(losses), draws_alike=_same_draws(after_loop, after_forward))
+    outcome = _look_at(run, tuple(losses), draws_alike=after_loop.draws_like(after_forward))
     outcome = replace(outcome, own_draws=bool(moved), node=nodes[-1] if nodes else None)
     if not outcome.finite and not outcome.overflow:
         _clear(run, flags)
@@ -335,10 +335,3 @@ def _counters_kept(run: Run) -> Iterator[None]:
     finally:
         for attributes, counters in kept:
             attributes.update(counters)
-
-
-def _same_draws(one: RngState, other: RngState) -> bool:
-    if one.python != other.python or not torch.equal(one.torch_cpu, other.torch_cpu):
-        return False
-    before = dict(one.devices)
-    return all(name in before and torch.equal(before[name], state) for name, state in other.devices)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.again.scene import MicroBatch
+from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.replay import Computed
 from gradsentinel.measures.inspection import local, parts_of
 from gradsentinel.run import Run
@@ -117,6 +118,8 @@ class Comparison:
     """Why it is not the same computation; empty if nothing says so."""
     other_loss: tuple[float, float] | None = None
     """The loop's loss of a micro-batch and the replay's, if these are not the same."""
+    other_in: int | None = None
+    """The micro-batch that it is of, if that is known."""
     losses: int = 0
     """Finite losses of the loop that came out the same, bit for bit."""
     finite_loss: bool = False
@@ -152,17 +155,21 @@ def compare(
     if len(set(numbers)) < len(numbers):
         text = "the loop ran several backward passes on a micro-batch, forward= gives one loss"
         return Comparison(against=text)
-    other, losses, finite = _losses(computed, run)
-    if other is not None:
-        return Comparison(against=_other_loss(*other, run), other_loss=other, losses=losses)
+    differs, losses, finite = _losses(computed, run)
+    if differs is not None:
+        number, before, now = differs
+        text = _other_loss(before, now, run)
+        return Comparison(against=text, other_loss=(before, now), other_in=number, losses=losses)
     if reduced:
         return Comparison(losses=losses, finite_loss=finite)
     gradients = compare_gradients(found, add_up(list(computed.values()), scale))
     return Comparison(losses=losses, finite_loss=finite, gradients=gradients)
 
 
-def _losses(computed: Mapping[int, Computed], run: Run) -> tuple[tuple[float, float] | None, int, bool]:
-    """Return a loss of the loop and the other one of the replay, or how many are alike, and all finite."""
+def _losses(
+    computed: Mapping[int, Computed], run: Run
+) -> tuple[tuple[int | None, float, float] | None, int, bool]:
+    """Return the micro-batch whose loss is another one, and both; how many are alike; if all are finite."""
     passes = [done for done in run.scene.passes if done.loss is not None]
     if not passes:
         return _mean_loss(computed, run)
@@ -174,17 +181,19 @@ def _losses(computed: Mapping[int, Computed], run: Run) -> tuple[tuple[float, fl
         elif done.microbatch in computed:
             again = computed[done.microbatch].loss
             if float(again) != before:
-                return (before, float(again)), alike, False
+                return (done.microbatch, before, float(again)), alike, False
             alike += 1
     return None, alike, finite
 
 
-def _mean_loss(computed: Mapping[int, Computed], run: Run) -> tuple[tuple[float, float] | None, int, bool]:
+def _mean_loss(
+    computed: Mapping[int, Computed], run: Run
+) -> tuple[tuple[int | None, float, float] | None, int, bool]:
     before = run.last_loss
     if before is None or not math.isfinite(before):
         return None, 0, False
     now = sum(float(computed[number].loss) for number in sorted(computed)) / len(computed)
-    return (None, 1, True) if now == before else ((before, now), 0, False)
+    return (None, 1, True) if now == before else ((None, before, now), 0, False)
 
 
 def _other_loss(before: float, now: float, run: Run) -> str:
@@ -263,3 +272,13 @@ def in_order(microbatches: Sequence[MicroBatch], computed: Sequence[Computed]) -
     """Return what was computed by the number of its micro-batch, in the order of the run."""
     pairs = zip(microbatches, computed, strict=False)
     return {m.index: c for m, c in sorted(pairs, key=lambda pair: pair[0].index)}
+
+
+def alike(one: Computed, other: Computed) -> bool:
+    """Return True if two replays of a micro-batch agree bit for bit."""
+    if one.gradients.keys() != other.gradients.keys() or judge(one.loss) != judge(other.loss):
+        return False
+    return torch.equal(one.loss, other.loss) and all(
+        gradient.layout is not torch.strided or torch.equal(gradient, other.gradients[name])
+        for name, gradient in one.gradients.items()
+    )

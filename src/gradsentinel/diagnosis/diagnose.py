@@ -11,12 +11,14 @@ import torch
 from gradsentinel.decision import Kind
 from gradsentinel.devices import device_of
 from gradsentinel.diagnosis.arm import Armed, in_words, suspect_of
+from gradsentinel.diagnosis.comparison import alike
 from gradsentinel.diagnosis.determinism import asked, deterministic
 from gradsentinel.diagnosis.findings import Findings
-from gradsentinel.diagnosis.investigation import Investigation, Report
+from gradsentinel.diagnosis.investigation import Investigation
 from gradsentinel.diagnosis.progress import Progress
 from gradsentinel.diagnosis.replay import Replay, reason_against
-from gradsentinel.diagnosis.transient import alike, not_sure
+from gradsentinel.diagnosis.report import Report
+from gradsentinel.diagnosis.transient import not_sure
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident, fold
 from gradsentinel.run import Run

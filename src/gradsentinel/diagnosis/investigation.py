@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradsentinel.again.scene import MicroBatch
-from gradsentinel.decision import Kind
 from gradsentinel.diagnosis import swap
-from gradsentinel.diagnosis.comparison import compare, in_order
+from gradsentinel.diagnosis.clean import CleanStep
 from gradsentinel.diagnosis.custom import blame_function
-from gradsentinel.diagnosis.excess import explain_excess
 from gradsentinel.diagnosis.fields import fields_behind
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.narrow import NarrowTrace
 from gradsentinel.diagnosis.operands import finite_again
-from gradsentinel.diagnosis.otherwise import explained_otherwise
+from gradsentinel.diagnosis.passed import Boundaries
 from gradsentinel.diagnosis.progress import Progress
 from gradsentinel.diagnosis.remedy import for_records
-from gradsentinel.diagnosis.replay import Computed, Replay, is_compiled
+from gradsentinel.diagnosis.replay import Computed, Replay
+from gradsentinel.diagnosis.report import Report
 from gradsentinel.diagnosis.surroundings import Surroundings
 from gradsentinel.diagnosis.trace import Trace
-from gradsentinel.diagnosis.transient import (
-    Again,
-    alike,
-    came_back,
-    comes_back,
-    is_hooked,
-    judge_again,
-    less_sure,
-    not_sure,
-    written_after,
-)
 from gradsentinel.diagnosis.verdict import came_in, decide
 from gradsentinel.diagnosis.walk import Path, walk
 from gradsentinel.evidence import Diagnosis, Sample
@@ -46,20 +34,7 @@ from gradsentinel.measures.inspection import parts_of
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
 
-_SURE = 0.9
 _SWAPS = 4
-
-
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """What one rank found out; what travels to the others."""
-
-    diagnosis: Diagnosis | None = None
-    notes: tuple[str, ...] = ()
-    microbatch: int | None = None
-    samples: tuple[Sample, ...] = ()
-    microbatches: tuple[int, ...] = ()
-    """All that are not finite, as far as they were run again."""
 
 
 class Investigation:
@@ -82,6 +57,7 @@ class Investigation:
         self._around = Surroundings(run)
         self._computed: list[Computed] = []
         """As far as computed, in the order of `_microbatches`."""
+        self._boundaries = Boundaries(run)
         suspect = incident.microbatch
         self._microbatches = sorted(self._replay.microbatches, key=lambda m: m.index != suspect)
 
@@ -114,6 +90,20 @@ class Investigation:
         self.findings = findings
         return self._decided(findings)
 
+    def _clean(self, found: dict[str, Tensor], *, flaky: bool = False) -> Report:
+        step = CleanStep(
+            self._incident,
+            self._replay,
+            self._around,
+            self._microbatches,
+            self._computed,
+            self._boundaries,
+            stage=self._progress.stage,
+            time_left=self._time_left,
+            trace=self._trace,
+        )
+        return step.report(found, flaky=flaky)
+
     # -- the guilty micro-batch ----------------------------------------------------------------------
 
     def _find_guilty(self) -> MicroBatch | None:
@@ -124,6 +114,7 @@ class Investigation:
             self._computed.append(self._replay.compute(microbatch))
             if not swap.is_finite(self._computed[-1]):
                 return microbatch
+            self._boundaries.take(microbatch, self._computed[-1])
         return None
 
     def _time_left(self) -> bool:
@@ -255,71 +246,6 @@ class Investigation:
                     continue
             finite.append(other)
         return tuple(finite), tuple(sorted(bad))
-
-    # -- fine when run again ---------------------------------------------------------------------------
-
-    def _clean(self, found: dict[str, Tensor], *, flaky: bool = False) -> Report:
-        run, replay = self._run, self._replay
-        custom: set[str] = set()
-        unwritten = False
-        second: list[Computed] = []
-        complete = len(self._computed) == len(self._microbatches)
-        for microbatch in self._microbatches[: len(self._computed)]:
-            if not self._time_left():
-                complete = False
-                break
-            self._progress.stage(f"running micro-batch {microbatch.index} once more, watched")
-            trace = self._trace()
-            second.append(replay.compute(microbatch, mode=trace))
-            custom |= trace.custom | {name for name, mine in second[-1].nodes.values() if mine}
-            poisoned = replay.compute(microbatch, mode=swap.Poison())  # type: ignore[no-untyped-call]
-            unwritten = unwritten or not swap.is_finite(poisoned)
-        same = all(alike(one, other) for one, other in zip(self._computed, second, strict=False))
-        scale = getattr(getattr(run.host, "scaler", None), "_scale", None)
-        computed = in_order(self._microbatches, self._computed)
-        reduced = run.consensus.world_size > 1
-        again = Again(
-            computed=computed,
-            complete=complete,
-            deterministic=same and not flaky,
-            custom=frozenset(custom),
-            unwritten=unwritten and not self._around.drawn(),
-            written=written_after(self._computed, found, scaled=scale is not None),
-            hooked=any(is_hooked(parameter) for _, parameter in run.host.named_parameters()),
-            compiled=self._compiled(),
-            found=found,
-            scale=scale,
-            comparison=compare(computed, found, run, scale=scale, reduced=reduced),
-        )
-        if comes_back(again, self._incident):
-            self._progress.stage("looking for what makes it so large")
-            diagnosis, guilty, samples = explain_excess(
-                replay, self._microbatches, self._computed, self._incident, self._time_left
-            )
-            return Report(diagnosis=diagnosis, microbatch=guilty, samples=samples)
-        diagnosis = judge_again(again, self._incident, run)
-        unsure = diagnosis.cause == "hardware" and diagnosis.confidence < _SURE
-        if unsure and came_back(self._incident, run.incidents):
-            diagnosis = less_sure(diagnosis)
-        elif unsure:
-            self._progress.stage("looking for what else explains it")
-            other = explained_otherwise(
-                replay, self._microbatches, computed, found, self._around, self._time_left
-            )
-            diagnosis = not_sure(diagnosis, other) if other else diagnosis
-        if self._incident.kind is Kind.NONFINITE_LOSS:
-            diagnosis = replace(diagnosis, phase="forward")
-        return Report(diagnosis=diagnosis)
-
-    def _compiled(self) -> bool | None:
-        """Whether the compiled code, as such, is finite now; None if nothing is compiled."""
-        if not is_compiled(self._run):
-            return None
-        alone = self._run.consensus.world_size == 1
-        if not (alone and self._time_left()):
-            return True
-        self._progress.stage("running the compiled code again")
-        return swap.finite_compiled(self._replay, self._microbatches)
 
 
 def _spoilt(diagnosis: Diagnosis) -> Diagnosis:

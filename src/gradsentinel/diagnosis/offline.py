@@ -138,6 +138,8 @@ def same_verdict(recorded: Diagnosis | None, now: Diagnosis | None) -> bool:
     """Return True if a verdict says what was recorded: cause, operator, module, as far as they were known."""
     if recorded is None or now is None:
         return recorded is None or recorded.cause == "unknown"
-    known = [(recorded.op, now.op), (recorded.module, now.module)]
+    # Without an operator, "outside of all modules" is what only the loop itself could show.
+    module = recorded.module if recorded.op is not None else recorded.module or None
+    known = [(recorded.op, now.op), (module, now.module)]
     cause = recorded.cause in ("unknown", now.cause)
     return cause and all(then in (None, there) for then, there in known)

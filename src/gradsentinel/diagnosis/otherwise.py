@@ -12,6 +12,7 @@ from torch import Tensor
 from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis.graph import difference, graph_of
 from gradsentinel.diagnosis.loop_code import LoopCode
+from gradsentinel.diagnosis.passed import Passed
 from gradsentinel.diagnosis.replay import Computed, Replay
 from gradsentinel.diagnosis.surroundings import Surroundings
 from gradsentinel.diagnosis.swap import batch_size
@@ -32,8 +33,9 @@ def explained_otherwise(
     computed: Mapping[int, Computed],
     found: Mapping[str, Tensor],
     around: Surroundings,
+    passed: Passed,
     time_left: Callable[[], bool],
-) -> str:
+) -> tuple[str, ...]:
     """Return what explains a damaged forward pass as well as a failing device does; empty if nothing does.
 
     The loop may have run other operators than `forward=`, or have given it other records; and `forward=` may
@@ -46,14 +48,29 @@ def explained_otherwise(
         computed: what they came to, by number.
         found: the gradients of the run itself.
         around: as it was before the first replay.
+        passed: what the model was given and returned, in the loop and in the replay.
         time_left: says whether there is time for one more.
     """
-    return (
+    found_otherwise = (
         _other_operators(replay.run, computed)
         or _other_surroundings(around)
-        or _other_code(around)
-        or _other_records(replay, microbatches, found, time_left)
+        or _other_code(around, replay.run)
+        or passed.explained_otherwise()
     )
+    if found_otherwise:
+        return (found_otherwise,)
+    made = passed.made
+    if made is not None and made.confined:
+        return ()  # what it was given is the same, and its other records show that it was the same model
+    other = _other_records(replay, microbatches, found, time_left, in_loss=passed.same)
+    if made is None or not other:
+        not_known = f"what the loop gave to the model is not known: {passed.unknown}"
+        return (other, *([not_known] if passed.unknown else [])) if other else ()
+    fact = (
+        "the model was given the same, bit for bit, and returned something else for every record: weights "
+        "that the loop changes for one forward pass, and puts back, explain it, too"
+    )
+    return (fact,)
 
 
 def _other_operators(run: Run, computed: Mapping[int, Computed]) -> str:
@@ -80,11 +97,25 @@ def _other_surroundings(around: Surroundings) -> str:
     )
 
 
-def _other_code(around: Surroundings) -> str:
+def _other_code(around: Surroundings, run: Run) -> str:
     code = LoopCode(around.functions)
     moved = sorted(name.lstrip(".") for name in code.assigned() & around.read())
     if moved:
         return f"the loop changes {fold(moved)}, which the forward pass reads: a replay reads what it is now"
+    replaced = code.replaced()
+    if replaced:
+        return (
+            f"the loop puts something in the place of a function of torch or of a module ({fold(replaced)}), "
+            "which a replay may leave out"
+        )
+    weights = code.weights_written({name.rpartition(".")[2] for name, _ in run.host.named_parameters()})
+    if weights:
+        return (
+            f"the loop writes to weights beside the optimizer ({fold(weights)}): a replay computes with "
+            "those of now"
+        )
+    if run.host.device.type != "cpu" and code.streams():
+        return "the loop has streams of the device of its own: work may have begun before its input was there"
     places = code.hidden_writes()
     if not places:
         return ""
@@ -102,6 +133,8 @@ def _other_records(
     microbatches: Sequence[MicroBatch],
     found: Mapping[str, Tensor],
     time_left: Callable[[], bool],
+    *,
+    in_loss: bool,
 ) -> str:
     """Try whether bad values in some records, which the loop alone gave to the model, damage the same."""
     wanted = _bad_in(found)
@@ -120,9 +153,15 @@ def _other_records(
                 if same is None:
                     return "there was no time to try whether bad records, given by the loop alone, explain it"
                 if same:
+                    field = path or "the batch"
+                    if in_loss:
+                        return (
+                            f"bad values in {field} that the loop alone gave to the loss damage the same "
+                            "elements"
+                        )
                     return (
-                        f"bad values in {path or 'the batch'} that the loop alone gave to the model "
-                        "(augmentation, say) damage the same elements"
+                        f"bad values in {field} that the loop alone gave to the model (augmentation, say) "
+                        "damage the same elements"
                     )
     return ""
 

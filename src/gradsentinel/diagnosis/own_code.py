@@ -32,6 +32,9 @@ _SAME_MEMORY = frozenset({"T", "data", "grad", "imag", "mT", "real"})
 """Attributes of a tensor that are the tensor itself, not something that outlives it."""
 _DETOURS = frozenset({"detach", "numpy", "storage", "untyped_storage"})
 """Methods through whose result memory is written to without autograd."""
+_ADDRESSES = frozenset({"__array_interface__", "__cuda_array_interface__", "data_ptr"})
+"""What tells where a tensor's memory is, for a library in C to write to."""
+_ONLY_LOOK = frozenset({"bool", "hash", "hex", "id", "int", "len", "print", "repr", "str"})
 _SHARE = frozenset(
     {"as_strided", "as_tensor", "asanyarray", "asarray", "from_dlpack", "from_numpy", "memoryview"}
 )
@@ -87,7 +90,7 @@ def containers_written(code: types.CodeType) -> set[str]:
     outside = _Outside(local, node)
     found: set[str] = set()
     for part in ast.walk(node):
-        for target in _targets(part):
+        for target in targets_of(part):
             if isinstance(target, ast.Subscript) and outside.is_outside(target.value):
                 found.add(_last_name(_holder(target.value)))
         if isinstance(part, ast.Call):
@@ -105,7 +108,7 @@ class _Outside:
             for part in ast.walk(node):
                 value = getattr(part, "value", None)
                 if isinstance(part, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and value is not None:
-                    names = {t.id for t in _targets(part) if isinstance(t, ast.Name)}
+                    names = {t.id for t in targets_of(part) if isinstance(t, ast.Name)}
                     self._aliases |= names if self.is_outside(value) else set()
 
     def is_outside(self, expression: ast.expr) -> bool:
@@ -135,8 +138,8 @@ class _Outside:
         written += call.args[:1] if _last_name(called) in _FILL_THEIR_FIRST else []
         # A tensor's own version tells what is written to it, unless that goes through another one.
         if isinstance(called, ast.Attribute) and (
-            (called.attr in _CHANGES and _root(called) not in _LIBRARIES)
-            or (_is_in_place(called) and _takes_a_detour(called.value))
+            (called.attr in _CHANGES and root_of(called) not in _LIBRARIES)
+            or (_is_in_place(called) and takes_a_detour(called.value))
         ):
             written.append(called.value)
         return {_last_name(_holder(expression)) for expression in written if self.is_outside(expression)}
@@ -164,7 +167,7 @@ def assigned_in_turns(
     found: set[str] = set()
     left_out = _inside_of(known, code)
     for part in (inner for outer in where for inner in ast.walk(outer) if id(inner) not in left_out):
-        for target in _targets(part):
+        for target in targets_of(part):
             if isinstance(target, ast.Name) and target.id not in code.co_varnames:
                 found |= {target.id}
             elif isinstance(target, ast.Attribute):
@@ -203,7 +206,7 @@ def writes_beside_autograd(
         return [f"{place}:{code.co_firstlineno}"] * stores_to_items(code, _DETOURS | _SHARE | _NO_GRAPHS)
     beside = _Beside(node, values or {}, graph=graph)
     left_out = _inside_of(known, code)
-    parts = (part for part in _statements(node) if id(part) not in left_out)
+    parts = (part for part in statements(node) if id(part) not in left_out)
     lines = sorted({part.lineno for part in parts if beside.writes(part)})
     return [f"{place}:{line}" for line in lines]
 
@@ -223,13 +226,13 @@ class _Beside:
                 self._made |= {n.id for n in ast.walk(part.target) if isinstance(n, ast.Name)}  # type: ignore[attr-defined]
             value = getattr(part, "value", None)
             if isinstance(part, (ast.Assign, ast.AnnAssign)) and value is not None:
-                names = {t.id for t in _targets(part) if isinstance(t, ast.Name)}
+                names = {t.id for t in targets_of(part) if isinstance(t, ast.Name)}
                 self._made |= names if _is_made(value) else set()
-                self._detours |= names if _takes_a_detour(value) else set()
+                self._detours |= names if takes_a_detour(value) else set()
 
     def writes(self, part: ast.AST) -> bool:
         """Return True if a statement or call writes to a tensor that it has not made, without a graph."""
-        targets = _targets(part)
+        targets = targets_of(part)
         written = [t.value for t in targets if isinstance(t, ast.Subscript)]
         written += [
             t for t in targets if isinstance(t, ast.Attribute) and t.attr == "data" and not _is_self(t)
@@ -237,14 +240,14 @@ class _Beside:
         if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
             written.append(part.target)
         if isinstance(part, ast.Call):
-            written += _written_by(part)
+            written += written_by(part)
         return any(self._counts(expression, part) for expression in written)
 
     def _counts(self, expression: ast.expr, part: ast.AST) -> bool:
-        root = _root(expression)
+        root = root_of(expression)
         if root is None or root in self._made or not self._may_be_activation(root):
             return False
-        if _takes_a_detour(expression) or root in self._detours:
+        if takes_a_detour(expression) or root in self._detours:
             return True
         return id(part) in self._without and not _reaches_into_an_object(expression)
 
@@ -258,12 +261,18 @@ class _Beside:
         )
 
 
-def _written_by(call: ast.Call) -> list[ast.expr]:
+def written_by(call: ast.Call) -> list[ast.expr]:
     """What a call writes to, by the name of its function: `x.add_(1)`, `torch.Tensor.add_(x, 1)`."""
     called, first = call.func, call.args[:1]
+    given = (*call.args, *(keyword.value for keyword in call.keywords))
+    if _last_name(called) not in _ONLY_LOOK:
+        parts = [part for one in given for part in ast.walk(one) if isinstance(part, ast.Attribute)]
+        owners = [part.value for part in parts if part.attr in _ADDRESSES]
+        if owners:
+            return [ast.Attribute(owner, "data", ast.Load()) for owner in owners]
     written = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
     if isinstance(called, ast.Attribute) and (_is_in_place(called) or called.attr == "__setitem__"):
-        written += first if _root(called) in _LIBRARIES else [called.value]
+        written += first if root_of(called) in _LIBRARIES else [called.value]
     if _last_name(called) in _FILL_THEIR_FIRST:
         written += first
     if isinstance(called, ast.Name) and called.id == "setattr" and len(call.args) > 1:
@@ -288,7 +297,7 @@ def _reaches_into_an_object(expression: ast.expr) -> bool:
     return any(id(inner) not in called for inner in attributes)
 
 
-def _takes_a_detour(expression: ast.expr) -> bool:
+def takes_a_detour(expression: ast.expr) -> bool:
     """Return True for `x.data[...]`, `x.detach()`, `x.cpu().numpy()`, and not for a copy of it."""
     node: ast.AST = expression
     found = False
@@ -325,7 +334,8 @@ def _is_made(value: ast.expr) -> bool:
 # -- source ------------------------------------------------------------------------------------------
 
 
-def _statements(node: ast.AST) -> Iterator[Any]:
+def statements(node: ast.AST) -> Iterator[Any]:
+    """Yield the parts of a function that have a line."""
     yield from (part for part in ast.walk(node) if hasattr(part, "lineno"))
 
 
@@ -335,7 +345,7 @@ def _inside_of(known: Collection[types.CodeType], code: types.CodeType) -> set[i
     return {id(part) for node in nodes if node is not None for part in ast.walk(node)}
 
 
-def _targets(part: ast.AST) -> list[ast.expr]:
+def targets_of(part: ast.AST) -> list[ast.expr]:
     """What a statement assigns to or deletes, taken apart."""
     found: list[ast.expr] = []
     if isinstance(part, (ast.Assign, ast.Delete)):
@@ -365,7 +375,8 @@ def _holder(expression: ast.AST) -> ast.AST:
             return expression
 
 
-def _root(expression: ast.AST) -> str | None:
+def root_of(expression: ast.AST) -> str | None:
+    """Return the name that an expression begins with, or shares the memory of; None if it has none."""
     while not isinstance(expression, ast.Name):
         if isinstance(expression, (ast.Attribute, ast.Subscript)):
             expression = expression.value

@@ -7,19 +7,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradsentinel.again.model_calls import Record
 from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis.graph import Graph, graph_of
 from gradsentinel.diagnosis.shelter import sheltered
 from gradsentinel.diagnosis.trace import Trace, names_of
 from gradsentinel.ranks.wrappers import find_ddp
 from gradsentinel.run import Run
+from gradsentinel.state.rng import RngState
 from gradsentinel.state.tree import map_tensors, tensors_in
 from gradsentinel.testing import record_swallowed
 
@@ -44,6 +46,12 @@ class Computed:
     """Autograd nodes by number: name, and whether it is a user's Function."""
     graph: Graph = ()
     """The autograd graph behind the loss as the user's forward returned it."""
+    calls: Record | None = None
+    """What the model was given and returned, if it was run as it is and the loop's own calls are known."""
+    rng: RngState | None = None
+    """The random state that it left behind, likewise."""
+    writes: Mapping[str, int] = field(default_factory=dict)
+    """How often it has written to which buffer, likewise."""
 
 
 def reason_against(run: Run) -> str | None:
@@ -93,6 +101,7 @@ class Replay:
         batch: Any = None,
         backward: bool = True,
         eager: bool = True,
+        instead: Record | None = None,
     ) -> Computed:
         """Run forward and backward of one micro-batch; call it inside `sheltered`.
 
@@ -102,6 +111,7 @@ class Replay:
             batch: to be computed instead, already a copy.
             backward: False stops at the loss.
             eager: False lets compiled code be compiled code.
+            instead: has the model given what it was given in those calls.
 
         Raises:
             ReplayError: if it cannot be done.
@@ -114,8 +124,11 @@ class Replay:
         if trace is not None:
             for path, tensor in tensors_in(given):
                 trace.declare_field(tensor, path)
+        writes = run.scene.buffers.moved()
         microbatch.rng.restore()
         self.count += 1
+        calls = None if mode is not None or batch is not None else run.scene.calls
+        record: Record | None = None
         started = time.monotonic()
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -125,7 +138,11 @@ class Replay:
             if run.consensus.world_size > 1:
                 stack.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
             stack.enter_context(mode or nullcontext())
-            loss = run_forward(run, given)
+            if calls is None:
+                loss = run_forward(run, given)
+            else:
+                with calls.replayed(instead) as record:
+                    loss = run_forward(run, given)
             root = self._scaled(loss)
             nodes, graph = names_of(root), graph_of(loss.grad_fn)
             gradients: dict[str, Tensor] = {}
@@ -134,7 +151,11 @@ class Replay:
                     trace.in_backward = True
                 gradients = run_backward(self, root, given, microbatch, trace)
         self.slowest = max(self.slowest, time.monotonic() - started)
-        return Computed(loss.detach(), root.detach(), gradients, nodes, graph)
+        names = [name for name, _ in microbatch.rng.devices]
+        rng = RngState.capture(names) if record is not None else None
+        now = run.scene.buffers.moved() if record is not None else {}
+        moved = {name: count - writes.get(name, 0) for name, count in now.items()}
+        return Computed(loss.detach(), root.detach(), gradients, nodes, graph, record, rng, moved)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         passes = self.run.scene.passes  # a window that the loader's end cut short is divided like the others

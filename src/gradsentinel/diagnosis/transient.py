@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from gradsentinel.decision import Kind
+from gradsentinel.diagnosis.boundary import Difference
 from gradsentinel.diagnosis.comparison import Comparison, Gradients, add_up
 from gradsentinel.diagnosis.memory import judge
+from gradsentinel.diagnosis.passed import Passed, in_words
 from gradsentinel.diagnosis.remedy import for_device
 from gradsentinel.diagnosis.replay import Computed
 from gradsentinel.diagnosis.spiked import is_usual_again
@@ -51,6 +52,19 @@ class Again:
     """The gradients of the run itself."""
     scale: Tensor | None
     comparison: Comparison
+    passed: Passed = field(default_factory=Passed)
+    """What the model was given and returned, in the loop and when it was run again."""
+    given: Diagnosis | None = None
+    """What to say of it if the loop gave the model something else than `forward=`."""
+
+    @property
+    def made(self) -> Difference | None:
+        """Damage that the model has done to some records only, though it was given the same as ever.
+
+        The other records, the same bit for bit, show that it was the same model.
+        """
+        made = self.passed.made
+        return made if made is not None and made.confined else None
 
 
 _CLEAN = "run again from the same batch, weights and random state, the step is finite"
@@ -72,6 +86,7 @@ def judge_again(again: Again, incident: Incident, run: Run) -> Diagnosis:
         _added_up(again)
         or _unwritten(again)
         or _in_one_bit(again, run)
+        or _given_otherwise(again)
         or _as_usual_again(again, incident, run)
         or _by_other_code(again)
         or _not_shown(again, incident)
@@ -82,6 +97,14 @@ def judge_again(again: Again, incident: Incident, run: Run) -> Diagnosis:
             return found
         said = tuple(_CLEAN_LATE if text == _CLEAN else text for text in found.evidence)
         return replace(found, evidence=said)
+    if again.made is not None:
+        fact = (
+            "two runs agree bit for bit, only standard operators took part, and given the same, bit for bit, "
+            f"the model once returned something else: {in_words(again.made)}; the other records are the "
+            "same: the device is suspect"
+        )
+        found = _answer("hardware", 0.7, fact, remedy=for_device(run)[0], phase="forward")
+        return replace(found, module=again.passed.module or None)
     fact = (
         "two runs agree bit for bit, only standard operators took part, and what is finite of the step is "
         f"the same again ({_in_common(again.comparison)}): the device is suspect"
@@ -127,17 +150,31 @@ def _unwritten(again: Again) -> Diagnosis | None:
     return _answer("operator", 0.85, fact, remedy="allocate with zeros instead of empty, or write it all")
 
 
+def _given_otherwise(again: Again) -> Diagnosis | None:
+    """The loop gave the model something else than `forward=` does; the replay is no witness then."""
+    if again.given is None:
+        return None
+    first, *more = again.given.evidence
+    return replace(again.given, evidence=(first, _CLEAN, *more))
+
+
 def _by_other_code(again: Again) -> Diagnosis | None:
     """Return what a difference between the loop and the replay explains; the replay is no witness then."""
     if again.compiled is False:
         fact = "the compiled code, run again, is not finite, and the same code run eagerly is: the compiler"
         fix = "leave what torch.compile got wrong out of it (torch.compiler.disable), and report it"
         return _answer("operator", 0.9, fact, remedy=fix)
-    if again.comparison.against:
+    if again.comparison.against and not _differs_by_damage(again):
         return _answer("unknown", 0.2, again.comparison.against, remedy=_LIKE_THE_LOOP)
     if again.complete and again.written:
         return _outside(again, again.comparison.gradients)
     return _unsettled(again)
+
+
+def _differs_by_damage(again: Again) -> bool:
+    """Return True if the loss that is another one is that of the micro-batch that the model has damaged."""
+    made, number = again.made, again.comparison.other_in
+    return made is not None and number is not None and again.passed.each[number].made is made
 
 
 def _unsettled(again: Again) -> Diagnosis | None:
@@ -204,7 +241,13 @@ def _as_usual_again(again: Again, incident: Incident, run: Run) -> Diagnosis | N
 
     An honest "unknown": records that the loop alone changed, by augmentation, do that as a device does.
     """
-    if again.comparison.other_loss is None or again.compiled is not None or again.custom or again.written:
+    if (
+        again.comparison.other_loss is None
+        or _differs_by_damage(again)
+        or again.compiled is not None
+        or again.custom
+        or again.written
+    ):
         return None
     before, now = again.comparison.other_loss
     if run.late_step is not None or _unsettled(again) or not is_usual_again(incident, before, now):
@@ -229,8 +272,10 @@ def _not_shown(again: Again, incident: Incident) -> Diagnosis | None:
     if again.compiled is not None:
         fact = "the loop ran compiled code, the replay ran it eagerly: the compiler explains it, too"
         return _answer("unknown", 0.3, fact, remedy="run the step without torch.compile to tell")
-    doubt = _doubt(comparison, incident)
-    if doubt:
+    doubt = "" if again.made is not None else _doubt(comparison, incident)
+    # If what the model returned is the same, and the loss, too, then no gradient is needed to show it.
+    shown = again.passed.same and comparison.finite_loss and doubt == _NOWHERE_IN_PART
+    if doubt and not shown:
         return _answer("unknown", 0.2, doubt, remedy=_LIKE_THE_LOOP)
     return None
 
@@ -241,7 +286,7 @@ def _in_the_gradients_alone(again: Again) -> Diagnosis | None:
     Hooks that the loop alone registers on activations, and writes through `.data`, `.detach()` or NumPy,
     which no version of a tensor counts, damage a part of a gradient as a failing device does.
     """
-    if not again.comparison.finite_loss:
+    if not again.comparison.finite_loss or again.made is not None:
         return None
     gradients = again.comparison.gradients
     first = None if gradients is None else gradients.first
@@ -308,10 +353,10 @@ def less_sure(diagnosis: Diagnosis) -> Diagnosis:
     return not_sure(diagnosis, fact)
 
 
-def not_sure(diagnosis: Diagnosis, fact: str) -> Diagnosis:
-    """Return an honest "unknown" for a device that is suspect, and the fact that speaks for another cause."""
+def not_sure(diagnosis: Diagnosis, *facts: str) -> Diagnosis:
+    """Return an honest "unknown" for a device that is suspect, and the facts that speak for another cause."""
     before = (text for text in diagnosis.evidence if text != _CLEAN)
-    return _answer("unknown", 0.3, fact, *before, remedy=_LIKE_THE_LOOP)
+    return _answer("unknown", 0.3, *facts, *before, remedy=_LIKE_THE_LOOP)
 
 
 # -- words -----------------------------------------------------------------------------------------
@@ -336,33 +381,3 @@ def _answer(
         evidence=(facts[0], _CLEAN, *facts[1:]),
         remedy=(remedy,) if remedy else (),
     )
-
-
-# -- what a run shows ------------------------------------------------------------------------------
-
-
-def alike(one: Computed, other: Computed) -> bool:
-    """Return True if two replays of a micro-batch agree bit for bit."""
-    if one.gradients.keys() != other.gradients.keys() or judge(one.loss) != judge(other.loss):
-        return False
-    return torch.equal(one.loss, other.loss) and all(
-        gradient.layout is not torch.strided or torch.equal(gradient, other.gradients[name])
-        for name, gradient in one.gradients.items()
-    )
-
-
-def written_after(computed: Sequence[Computed], found: dict[str, Tensor], *, scaled: bool) -> tuple[str, ...]:
-    """Return the gradients that were written to more often than accumulating and unscaling them does."""
-    usual = len(computed) - 1 + scaled
-    names = []
-    for name, gradient in found.items():
-        versions = [c.gradients[name]._version for c in computed if name in c.gradients]
-        if versions and gradient._version > max(versions) + usual:
-            names.append(name)
-    return tuple(names)
-
-
-def is_hooked(parameter: Any) -> bool:
-    """Return True if the user has a hook on the accumulated gradient, which a replay leaves out."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(not getattr(hook, "__module__", "").startswith("gradsentinel") for hook in hooks.values())

@@ -61,6 +61,15 @@ class BufferShadow:
             if kept is not None:
                 yield label, kept.copy
 
+    def moved(self) -> dict[str, int]:
+        """Return how often each buffer was written to since it was remembered, as its version tells."""
+        found = {}
+        for label, module, name in self._owners:
+            kept, buffer = self._kept.get((id(module), name)), module._buffers.get(name)
+            if kept is not None and buffer is not None:
+                found[label] = version_of(buffer) - (kept.version if buffer is kept.buffer else 0)
+        return found
+
     @property
     def none(self) -> bool:
         """True once it is clear that the model has no buffers: there is nothing to remember."""

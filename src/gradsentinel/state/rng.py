@@ -73,6 +73,13 @@ class RngState:
                 missing.append(name)
         return tuple(missing)
 
+    def draws_like(self, other: "RngState") -> bool:
+        """Return True if torch and Python would draw the same from here on, on the devices that are known."""
+        if self.python != other.python or not torch.equal(self.torch_cpu, other.torch_cpu):
+            return False
+        before = dict(self.devices)
+        return all(name in before and torch.equal(before[name], state) for name, state in other.devices)
+
     def to_tree(self) -> dict[str, Any]:
         """Return the state as a nest that `gradsentinel.state.tree.flatten` can store."""
         return {
