@@ -1,5 +1,7 @@
 """What the loop gave to the model, and got back, against what a replay gives and gets."""
 
+import json
+
 import pytest
 import torch
 from broken_kernels import Failing
@@ -156,6 +158,59 @@ def test_a_gradient_of_a_drill_says_where_to_look(struck):
     assert "test the device" in found.remedy[0]
 
 
+def test_a_batch_that_the_loop_has_spoilt_is_not_left_out_for_good(struck, run_dir):
+    """As it was loaded it is sound: the next time, the augmentation may draw something else."""
+
+    def loop(model, b):
+        keep = torch.ones(6, 1)
+        keep[4] = loop.step != 1
+        loop.step += 1
+        return loss_of(model, {**b, "x": b["x"] / keep})
+
+    loop.step = 0
+    incident = struck(network(), loop=loop)
+    assert incident.diagnosis.cause == "data"
+    assert incident.details["made_by_the_loop"] is True
+    assert [sample.position for sample in incident.samples] == [4]
+    (entry,) = json.loads((run_dir / "skipped-batches.json").read_text("utf-8"))["batches"]
+    assert (entry["cause"], entry["for_good"]) == ("data", False)
+
+
+def swaps_weights(model):
+    """As an evaluation with averaged weights does."""
+    for parameter in model.parameters():
+        kept = parameter.data.clone()
+        parameter.data.mul_(0.5)
+        parameter.data.copy_(kept)
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_weights_that_a_step_writes_to_matter_where_records_have_their_own(words, struck):
+    """The other records show that it was the same model, unless each record has weights of its own."""
+
+    def loop(model, b):
+        swaps_weights(model)
+        return forward(model, b)
+
+    def forward(model, b):
+        return functional.cross_entropy(model(b["words"] if words else b["x"]), b["y"])
+
+    batch = {"x": normal(), "words": torch.arange(12).view(6, 2), "y": torch.arange(6) % 3}
+    first = nn.EmbeddingBag(12, 4) if words else nn.Linear(4, 4)
+    model = nn.Sequential(first, nn.Linear(4, 3))
+    device = Failing(addmm, puts((3, 1), NAN), call=0 if words else 1)
+    found = struck(model, forward, loop=loop, device=device, batches=[batch] * 3).diagnosis
+    assert found.cause == ("unknown" if words else "hardware")
+    assert ("writes to weights" in found.evidence[0]) is words
+
+
+def test_a_hook_on_accumulated_gradients_makes_nothing_of_an_output(struck):
+    model = network()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None if p.grad.mul_(1) is p.grad else p)
+    found = struck(model, device=Failing(addmm, puts((2, 2), NAN), call=1)).diagnosis
+    assert found.cause == "hardware"
+
+
 # -- the comparison ----------------------------------------------------------------------------------
 
 
@@ -254,12 +309,36 @@ def test_what_was_written_to_afterwards_is_not_known():
     assert "was written to after" in compare_calls(loop, called(nn.Identity(), (x,)), [6]).unknown
 
 
+def test_what_was_returned_and_written_to_is_neither_the_same_nor_another():
+    x, good = normal(), normal() + 3
+    loop = called(Same(good), (x,), then=good.relu_)
+    found = compare_calls(loop, called(Same(good.clone()), (x,)), [6])
+    assert found.made is None
+    assert not found.same
+
+
 def test_calls_that_do_not_fit_are_not_known():
     x, model = normal(), nn.Identity()
     one, two, none = called(model, (x,)), called(model, (x,), (x,)), called(model)
     assert "called the model 2 times, forward= 1 times" in compare_calls(two, one, [6]).unknown
     assert "as a whole" in compare_calls(none, one, [6]).unknown
     assert "as a whole" in compare_calls(None, one, [6]).unknown
+
+
+def test_arguments_of_other_names_are_not_known():
+    x = normal()
+
+    class Named(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    heard = ModelCalls([("", named := Named())])
+    heard.listen(0)
+    named(x=x)
+    heard.stop()
+    found = compare_calls(heard.of(0), called(named, (x,)), [6])
+    assert "with other arguments" in found.unknown
+    assert found.given is None
 
 
 def test_tensors_that_cannot_be_compared_prove_nothing():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsentinel import NanCallback, Sentinel
+from gradsentinel.faults import FaultPlan, PoisonActivation
 
 pytestmark = pytest.mark.multiprocess
 
@@ -65,3 +66,39 @@ def test_a_forward_pass_that_talks_to_other_ranks_is_not_run_again(tmp_path):
         assert answer["ranks"] == [1]
         assert answer["found"][0] == "unknown"
         assert any("talks to other ranks" in note for note in answer["notes"])
+
+
+def struck(rank: int, folder: Path) -> dict:
+    """The device of rank 1 makes one bad number in its forward pass, once."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = DistributedDataParallel(inner)
+    plan = FaultPlan([PoisonActivation(steps=(1,), ranks=(1,), module="0", index=(2, 3))])
+
+    def forward(model, batch):
+        return model(batch).pow(2).mean()
+
+    with (
+        Sentinel(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            callbacks=[NanCallback()],
+            run_dir=folder / "run",
+            forward=forward,
+            timeout=20,
+        ) as sentinel,
+        plan.attach(inner),
+    ):
+        for batch in sentinel.steps(plan.batches([torch.randn(6, 4) + rank for _ in range(3)])):
+            sentinel.backward(forward(model, batch))
+            sentinel.step()
+    (incident,) = sentinel.incidents
+    found = incident.diagnosis
+    return {"ranks": [r.rank for r in incident.ranks], "found": found.cause, "said": found.evidence[0]}
+
+
+def test_a_device_is_told_by_what_the_model_returned_where_gradients_are_reduced(tmp_path):
+    """Of the gradients nothing is left: every rank has those of all."""
+    for answer in run_ranks(struck, 2, tmp_path, tmp_path):
+        assert (answer["ranks"], answer["found"]) == ([1], "hardware"), answer
+        assert "record 2" in answer["said"]

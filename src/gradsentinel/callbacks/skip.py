@@ -132,12 +132,12 @@ def _may_be_data(incident: Incident, outcome: Outcome) -> bool:
 
 
 def _cause(incident: Incident) -> tuple[str, bool]:
-    """Return what is to blame, in one word, and whether that is the data."""
+    """Return what is to blame, in one word, and whether that is the batch as it was loaded."""
     found = incident.diagnosis
     known = found is not None and found.confidence >= _CERTAIN
     cause = found.cause if found is not None and known else "unknown"
     is_data = incident.kind is Kind.NONFINITE_INPUT or cause == "data"
-    return ("data" if is_data else cause), is_data
+    return ("data" if is_data else cause), is_data and not incident.details.get("made_by_the_loop")
 
 
 def _chosen(scene: Sequence[MicroBatch], incident: Incident) -> Sequence[MicroBatch]:

@@ -57,6 +57,8 @@ class Boundary:
     """It was given the same, and returned something else."""
     name: str = ""
     """The root module that made it."""
+    partial: bool = False
+    """True if something of what it returned cannot be compared."""
     unseen: str = ""
     """Why what it was given may have been something else, although it is the same now."""
     modes: tuple[str, ...] = ()
@@ -66,8 +68,8 @@ class Boundary:
 
     @property
     def same(self) -> bool:
-        """True if all that could be compared is the same."""
-        return not self.unknown and self.given is None and self.made is None
+        """True if all of it was compared, and is the same."""
+        return not self.unknown and not self.partial and self.given is None and self.made is None
 
 
 def compare_calls(loop: Record | None, replay: Record | None, sizes: Collection[int]) -> Boundary:
@@ -97,21 +99,27 @@ def _compare(loop: Record, replay: Record, sizes: Collection[int]) -> dict[str, 
     pairs, why = _pairs(loop, replay)
     if why:
         return {"unknown": why}
-    unseen = ""
+    unseen, partial = "", False
     for kind, mine, theirs in pairs:
         given = kind == "given"
         one, other = (mine.given, theirs.given) if given else (mine.made or [], theirs.made or [])
         if [path for path, _, _ in one] != [path for path, _, _ in other]:
-            what = Difference(where="the arguments" if given else "the form of what the model returned")
-            return {"given" if given else "made": what, "name": mine.name}
+            if given:
+                return {"unknown": "the loop calls the model with other arguments than forward="}
+            return {"made": Difference(where="the form of what the model returned"), "name": mine.name}
         why = _not_known(one, other) if given else ""
         if why:
             return {"unknown": why}
-        found = [
-            difference
+        leaves = [
+            (path, value, again)
             for (path, value, version), (_, again, later) in zip(one, other, strict=True)
             if value is not UNKNOWN and again is not UNKNOWN
             if not _written(value, version) and not _written(again, later)
+        ]
+        partial = partial or len(leaves) < len(one)
+        found = [
+            difference
+            for path, value, again in leaves
             if (difference := _difference(_name(path, given=given), value, again, sizes)) is not None
         ]
         if found:
@@ -119,7 +127,7 @@ def _compare(loop: Record, replay: Record, sizes: Collection[int]) -> dict[str, 
             return {"given" if given else "made": worst, "name": mine.name, "unseen": unseen}
         if given:
             unseen = unseen or _unseen(one)
-    return {"unseen": unseen}
+    return {"unseen": unseen, "partial": partial}
 
 
 def _pairs(loop: Record, replay: Record) -> tuple[list[tuple[str, ModelCall, ModelCall]], str]:

@@ -92,6 +92,8 @@ def _complete(incident: Incident, reports: Sequence[Report]) -> None:
     incident.samples = best.samples or incident.samples
     if len(best.microbatches) > 1:
         incident.details["bad_microbatches"] = list(best.microbatches)
+    if best.made_by_the_loop:
+        incident.details["made_by_the_loop"] = True
 
 
 def _desynchronised(incident: Incident) -> Diagnosis:

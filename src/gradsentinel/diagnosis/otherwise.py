@@ -22,6 +22,7 @@ from gradsentinel.run import Run
 from gradsentinel.state.tree import map_tensors, tensors_in
 
 _MOST_RUNS = 256
+_SELECTS = ("Embedding", "Gather", "Index", "MaskedSelect", "Sparse", "Take")
 
 _Bad: TypeAlias = dict[str, Tensor]
 """Which elements of each gradient are not finite."""
@@ -51,15 +52,15 @@ def explained_otherwise(
         passed: what the model was given and returned, in the loop and in the replay.
         time_left: says whether there is time for one more.
     """
+    made = passed.made
     found_otherwise = (
         _other_operators(replay.run, computed)
         or _other_surroundings(around)
-        or _other_code(around, replay.run)
+        or _other_code(around, replay.run, weights=made is None or not made.confined or _selects(computed))
         or passed.explained_otherwise()
     )
     if found_otherwise:
         return (found_otherwise,)
-    made = passed.made
     if made is not None and made.confined:
         return ()  # what it was given is the same, and its other records show that it was the same model
     other = _other_records(replay, microbatches, found, time_left, in_loss=passed.same)
@@ -97,7 +98,13 @@ def _other_surroundings(around: Surroundings) -> str:
     )
 
 
-def _other_code(around: Surroundings, run: Run) -> str:
+def _selects(computed: Mapping[int, Computed]) -> bool:
+    """Return True if some records may be computed with other weights than the others: a table of words."""
+    names = {name for one in computed.values() for name, _ in one.graph}
+    return any(name.startswith(_SELECTS) for name in names)
+
+
+def _other_code(around: Surroundings, run: Run, *, weights: bool) -> str:
     code = LoopCode(around.functions)
     moved = sorted(name.lstrip(".") for name in code.assigned() & around.read())
     if moved:
@@ -108,10 +115,11 @@ def _other_code(around: Surroundings, run: Run) -> str:
             f"the loop puts something in the place of a function of torch or of a module ({fold(replaced)}), "
             "which a replay may leave out"
         )
-    weights = code.weights_written({name.rpartition(".")[2] for name, _ in run.host.named_parameters()})
-    if weights:
+    names = {name.rpartition(".")[2] for name, _ in run.host.named_parameters()} if weights else set()
+    written = code.weights_written(names) if weights else []
+    if written:
         return (
-            f"the loop writes to weights beside the optimizer ({fold(weights)}): a replay computes with "
+            f"the loop writes to weights beside the optimizer ({fold(written)}): a replay computes with "
             "those of now"
         )
     if run.host.device.type != "cpu" and code.streams():

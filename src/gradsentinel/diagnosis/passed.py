@@ -210,6 +210,7 @@ def _bad_inputs(microbatch: MicroBatch, what: Difference, more: tuple[str, ...],
             remedy=(fix,),
         ),
         microbatch=microbatch.index,
+        made_by_the_loop=True,
         samples=tuple(Sample(position=row, id=ids.get(row)) for row in rows),
     )
 

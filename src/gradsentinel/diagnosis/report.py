@@ -17,3 +17,5 @@ class Report:
     samples: tuple[Sample, ...] = ()
     microbatches: tuple[int, ...] = ()
     """All that are not finite, as far as they were run again."""
+    made_by_the_loop: bool = False
+    """True if the batch is sound, and what the loop made of it is not."""

@@ -166,7 +166,8 @@ def _by_other_code(again: Again) -> Diagnosis | None:
         return _answer("operator", 0.9, fact, remedy=fix)
     if again.comparison.against and not _differs_by_damage(again):
         return _answer("unknown", 0.2, again.comparison.against, remedy=_LIKE_THE_LOOP)
-    if again.complete and again.written:
+    # What is written to gradients afterwards makes nothing of what the model returned.
+    if again.complete and again.written and again.made is None:
         return _outside(again, again.comparison.gradients)
     return _unsettled(again)
 
@@ -182,7 +183,7 @@ def _unsettled(again: Again) -> Diagnosis | None:
     if not again.complete:
         fact = "diagnosis_budget was used up before all of the step was run again"
         return _answer("unknown", 0.1, fact, remedy="raise diagnosis_budget")
-    if again.hooked:
+    if again.hooked and again.made is None:
         fact = "hooks on accumulated gradients took part, a replay leaves them out"
         return _answer("unknown", 0.3, fact, remedy="look at what these hooks do to the gradients")
     if not again.deterministic and not again.custom:
