@@ -110,6 +110,9 @@ class LoopCode:
         known, found = self._known, set[str]()
         for code, _ in self._running:
             found |= assigned_in_turns(code, every=False, known=known)
+        for (code, _), loop in self._step if any(self._loops) else ():
+            if loop is None:  # the loop calls it, all of it, in each step
+                found |= assigned_in_turns(code, every=True, known=known)
         for function in self._functions:
             found |= assigned_in_turns(function.__code__, every=True, known=known)
         return found

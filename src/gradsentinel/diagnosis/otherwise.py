@@ -106,7 +106,7 @@ def _selects(computed: Mapping[int, Computed]) -> bool:
 
 def _other_code(around: Surroundings, run: Run, *, weights: bool) -> str:
     code = LoopCode(around.functions)
-    moved = sorted(name.lstrip(".") for name in code.assigned() & around.read())
+    moved = sorted(name.lstrip(".") for name in code.assigned() & (around.read() | around.settings()))
     if moved:
         return f"the loop changes {fold(moved)}, which the forward pass reads: a replay reads what it is now"
     replaced = code.replaced()

@@ -88,6 +88,13 @@ class Surroundings:
                         names.add(name)
         return names
 
+    def settings(self) -> set[str]:
+        """Return what the layers of others hold, by names with a dot before them: their own code reads it."""
+        layers = [module for _, module in self._modules() if not is_own(type(module))]
+        plain = {name for module in layers for name in vars(module).keys() - _OF_MODULES}
+        tensors = {name for module in layers for name in (*module._parameters, *module._buffers)}
+        return {f".{name}" for name in plain | tensors}
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the forward pass may reach and that are neither parameters nor buffers."""
         left = iter(range(_MOST_VALUES))
