@@ -190,7 +190,7 @@ class Sentinel:
         if self._left_over and holds_gradients(self._left_over):
             self._hints.tell(LEFT_OVER)
         self._left_over = ()
-        self._watch.run.scene.passed()
+        (scene := self._watch.run.scene).passed()
         divisor, number = self._window if self._in_steps else 1, max(0, self._in_window - 1)
         run_backward(self.host, loss, divisor=divisor, settings=kwargs)
         self._saw_backward = True
@@ -202,7 +202,6 @@ class Sentinel:
             reduced=all(reduction),
             microbatch=self._in_window - 1 if self._in_steps else None,
         )
-        scene = self._watch.run.scene
         scene.passes.append(BackwardPass(number, plain, divisor, reduction, kwargs))
         scene.graph = number, loss.grad_fn
 
@@ -377,17 +376,15 @@ class Sentinel:
         if error is None:
             self._watch.run.consensus.close()
 
-    # -- small things --------------------------------------------------------------------------------
-
     def _close_window(self) -> None:
         """Make the step that the loop asked for at the last batch before those that are left out at the end.
 
         Gradients that the ranks have not added up wait for the pass that does it, in the next epoch.
         """
-        run = self._watch.run
-        switches = run.scene.passes[-1].reduction if run.scene.passes else ()
         if self._asked is None:
             return
+        run = self._watch.run
+        switches = run.scene.passes[-1].reduction if run.scene.passes else ()
         if run.consensus.world_size == 1 or (switches and all(switches)):
             self._last_of_loader = True
             self._asked()
@@ -397,6 +394,6 @@ class Sentinel:
         """Take the initial state again if a checkpoint was loaded between construction and first use."""
         if not self._in_steps:
             self._watch.run.course.refuse(None)
-            if any(version_of(parameter) != version for parameter, version in self._untouched or ()):
+            if any(version_of(one) != version for one, version in self._untouched or ()):
                 self._watch.prepare()
         self._untouched = None

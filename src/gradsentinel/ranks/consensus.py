@@ -64,6 +64,8 @@ class Consensus(Protocol):
         """Give the group back when the run has ended well on every rank; a second call does nothing."""
 
 
+_LET_GO = 0.05
+"""Seconds."""
 ABSENT = -(2**62)
 """The neutral element of `differ`: below every checksum."""
 
@@ -185,6 +187,9 @@ class DistributedConsensus:
         """Give the group back: if gloo still works for it when the interpreter ends, the process aborts."""
         group, self._group, self._failure = self._group, None, self._failure or "the run is closed"
         if group is not None:
+            # A gloo of torch 2.6 waits for its threads while it holds the interpreter, and they wait for that
+            # to let go of the last collective's tensors: they have been given the time.
+            time.sleep(_LET_GO)
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
 
