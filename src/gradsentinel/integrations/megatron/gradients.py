@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -167,6 +168,11 @@ class FinalGradients(GradientView):
         self._local = local
         self._add_up = total
         self._starts = starts
+
+    @cached_property
+    def total_norm(self) -> Tensor:
+        """The norm of the whole model, 0-dim; every rank is to ask for it, as they add it up together."""
+        return self._total()
 
     @torch.no_grad()
     def _total(self, alarm: Tensor | None = None) -> Tensor:
