@@ -629,14 +629,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream mk(DeviceIndex d, int64_t id) const {
     return c10::Stream(c10::Stream::UNSAFE, Device(PU1, d), id);
   }
-  c10::Stream getStream(Device d) const override { return mk(ix(d), cur_stream[ix(d)]); }
+  c10::Stream getStream(Device d) const noexcept override { return mk(ix(d), cur_stream[ix(d)]); }
   c10::Stream getDefaultStream(Device d) const override { return mk(ix(d), 0); }
   c10::Stream getNewStream(Device d, int) const override {
     std::lock_guard<std::recursive_mutex> l(mu);
     return mk(ix(d), 1 + g_pool++ % 32);
   }
   c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
-  c10::Stream exchangeStream(c10::Stream s) const override {
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override {
     auto d = s.device_index();
     auto o = mk(d, cur_stream[d]);
     cur_stream[d] = s.id();
@@ -700,8 +700,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return n_dev > 0; }
+  bool isBuilt() const { return true; }  // virtual since torch 2.7
+  bool isAvailable() const { return n_dev > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   void init() const override {}
   DeviceIndex deviceCount() const override { return n_dev; }

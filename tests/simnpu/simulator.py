@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+_c10d = torch.library.Library("c10d", "IMPL")
+"""For as long as the program runs: what it registers is gone with it."""
 _HERE = Path(__file__).parent
 _FORMATS = {"ND": 2, "NZ": 29}
 _built: Any = None
@@ -73,6 +75,9 @@ def install(devices: int = 2, *, saturating: bool = False) -> None:
         "aten::_amp_update_scale_",
     )
     _built.register_native([op[6:] for op in native if op.startswith(whole) and has_kernel(op, "CPU")])
+    if torch.__version__.startswith("2.6."):  # where collectives have no kernel that passes autograd by
+        for op in (one for one in torch._C._dispatch_get_all_op_names() if one.startswith("c10d::")):
+            _c10d.impl(op.removeprefix("c10d::"), torch.library.fallthrough_kernel, "AutogradPrivateUse1")
     dist.Backend.register_backend("hccl", _hccl, devices=["npu"])
     sys.modules["torch_npu"] = _torch_npu()
     saturate(saturating)
@@ -137,6 +142,20 @@ def _device(device: Any = None) -> torch.device:
     return found if found.index is not None else torch.device("npu", _built.cur_dev())
 
 
+@contextlib.contextmanager
+def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Run the block on a stream, which is no context manager itself before torch 2.7."""
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
 def _as_stream(stream: torch.Stream) -> Stream:
     return Stream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
@@ -180,7 +199,7 @@ def _device_module(count: int) -> types.ModuleType:
             stream_id=0, device_index=_device(device).index, device_type=20
         ),
         "set_stream": torch.accelerator.set_stream,
-        "stream": lambda stream: stream if stream is not None else contextlib.nullcontext(),
+        "stream": _on_stream,
         "get_device_name": lambda device=None: "SimAscend910B",
         "get_soc_version": lambda: 220,
         "memory_allocated": lambda device=None: _built.mem(_device(device).index, False),
