@@ -187,11 +187,7 @@ class DistributedConsensus:
         """Give the group back: if gloo still works for it when the interpreter ends, the process aborts."""
         group, self._group, self._failure = self._group, None, self._failure or "the run is closed"
         if group is not None:
-            # A gloo of torch 2.6 waits for its threads while it holds the interpreter, and they wait for that
-            # to let go of the last collective's tensors: they have been given the time.
-            time.sleep(_LET_GO)
-            with suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
+            _give_back(group)
 
     @contextmanager
     def _answered(self, hint: str = "") -> Iterator[None]:
@@ -213,8 +209,7 @@ class DistributedConsensus:
         group, self._group = self._group, None
         if group is None:  # there was none yet; torch would take the whole job's instead
             return
-        with suppress(RuntimeError, ValueError):
-            dist.destroy_process_group(group)
+        _give_back(group)
 
     def _who_is_missing(self, error: RuntimeError) -> str:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -242,6 +237,15 @@ Verdict = tuple[int, list[int]]
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
+
+
+def _give_back(group: Any) -> None:
+    """Destroy a group, as soon as the caller lets go of it, too."""
+    # A gloo of torch 2.6 waits for its threads while it holds the interpreter, which they need to let go of
+    # the last collective's tensors: they are given the time.
+    time.sleep(_LET_GO)
+    with suppress(RuntimeError, ValueError):  # it is gone already, or another rank has closed it
+        dist.destroy_process_group(group)
 
 
 def _ask(question: Callable[[], Verdict], patience: float) -> Verdict | None:
