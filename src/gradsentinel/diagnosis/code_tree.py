@@ -9,6 +9,7 @@ import re
 import types
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
+from typing import Any
 
 _NO_GRAPH = re.compile(r"\b(no_grad|inference_mode|set_grad_enabled)\b")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -75,6 +76,45 @@ def called_without_graph(code: types.CodeType, is_activation: Callable[[str], bo
     }
     names = (getattr(function, "id", getattr(function, "attr", "")) for function in called)
     return set(filter(None, names))
+
+
+def statements(node: ast.AST) -> Iterator[Any]:
+    """Yield the parts of a function that have a line."""
+    yield from (part for part in ast.walk(node) if hasattr(part, "lineno"))
+
+
+def targets_of(part: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to or deletes, taken apart."""
+    found: list[ast.expr] = []
+    if isinstance(part, (ast.Assign, ast.Delete)):
+        found = list(part.targets)
+    elif isinstance(part, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.AsyncFor)):
+        found = [part.target]
+    return [
+        leaf
+        for target in found
+        for leaf in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
+    ]
+
+
+def alternatives(expression: ast.expr) -> Iterator[ast.expr]:
+    """Yield what an expression may hand out: both sides of `x.data if late else x`, and all of a list."""
+    inside: list[ast.expr]
+    if isinstance(expression, (ast.Starred, ast.NamedExpr)):
+        inside = [expression.value]
+    elif isinstance(expression, ast.IfExp):
+        inside = [expression.body, expression.orelse]
+    elif isinstance(expression, ast.BoolOp):
+        inside = expression.values
+    elif isinstance(expression, (ast.List, ast.Tuple, ast.Set)):
+        inside = expression.elts
+    elif isinstance(expression, ast.Dict):
+        inside = expression.values
+    else:
+        yield expression
+        return
+    for one in inside:
+        yield from alternatives(one)
 
 
 @lru_cache(maxsize=64)

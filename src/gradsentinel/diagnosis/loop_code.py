@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from gradsentinel.diagnosis.code_tree import called_without_graph, codes
+from gradsentinel.diagnosis.handed import handed_beside_autograd
 from gradsentinel.diagnosis.own_code import (
     assigned_in_turns,
     is_own,
@@ -79,9 +80,11 @@ class LoopCode:
         for code, values in self._running:
             places += writes_beside_autograd(code, values, known)
             without |= called_without_graph(code, partial(_is_activation, values))
+        handed = handed_beside_autograd((code for code, _ in self._running), self._functions)
         for function in self._functions:
             code, graph = function.__code__, function.__name__ not in without
-            places += writes_beside_autograd(code, _outer_values(function), known, graph=graph)
+            outer, given = _outer_values(function), handed[code]
+            places += writes_beside_autograd(code, outer, known, graph=graph, given=given)
         return list(dict.fromkeys(places))
 
     def weights_written(self, names: Collection[str]) -> list[str]:

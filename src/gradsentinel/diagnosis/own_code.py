@@ -7,13 +7,22 @@ import builtins
 import re
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradsentinel.diagnosis.code_tree import codes, has_no_graph, in_words, node_of, stores_to_items
+from gradsentinel.diagnosis.code_tree import (
+    alternatives,
+    codes,
+    has_no_graph,
+    in_words,
+    node_of,
+    statements,
+    stores_to_items,
+    targets_of,
+)
 
 _FRAMEWORKS = frozenset(
     {"accelerate", "deepspeed", "gradsentinel", "lightning", "megatron", "numpy", "peft"}
@@ -187,6 +196,7 @@ def writes_beside_autograd(
     known: Collection[types.CodeType] = (),
     *,
     graph: bool = True,
+    given: Collection[str] = (),
 ) -> list[str]:
     """Return where a function writes to tensors without autograd: 'loop.py:12'.
 
@@ -199,12 +209,12 @@ def writes_beside_autograd(
         values: what its names stand for, as far as known.
         known: functions that are left out where it defines them.
         graph: False if it is called under `no_grad`.
+        given: its parameters that hold tensors which autograd does not see.
     """
-    node = node_of(code)
-    place = Path(code.co_filename).name
+    node, place = node_of(code), Path(code.co_filename).name
     if node is None:  # no form shows what is written; names do, and that something is
         return [f"{place}:{code.co_firstlineno}"] * stores_to_items(code, _DETOURS | _SHARE | _NO_GRAPHS)
-    beside = _Beside(node, values or {}, graph=graph)
+    beside = _Beside(node, values or {}, given, graph=graph)
     left_out = _inside_of(known, code)
     parts = (part for part in statements(node) if id(part) not in left_out)
     lines = sorted({part.lineno for part in parts if beside.writes(part)})
@@ -212,12 +222,14 @@ def writes_beside_autograd(
 
 
 class _Beside:
-    def __init__(self, node: ast.AST, values: Mapping[str, Any], *, graph: bool) -> None:
+    def __init__(
+        self, node: ast.AST, values: Mapping[str, Any], given: Collection[str], *, graph: bool
+    ) -> None:
         self._values = values
         self._without: set[int] = set()
         """The statements that run without a graph, by id."""
         self._made: set[str] = set()
-        self._detours: set[str] = set()
+        self._detours = aliases_of(node, given)
         for part in ast.walk(node):
             if has_no_graph(part) or not graph:
                 self._without |= {id(inner) for inner in ast.walk(part)} if graph else {id(part)}
@@ -228,7 +240,6 @@ class _Beside:
             if isinstance(part, (ast.Assign, ast.AnnAssign)) and value is not None:
                 names = {t.id for t in targets_of(part) if isinstance(t, ast.Name)}
                 self._made |= names if _is_made(value) else set()
-                self._detours |= names if takes_a_detour(value) else set()
 
     def writes(self, part: ast.AST) -> bool:
         """Return True if a statement or call writes to a tensor that it has not made, without a graph."""
@@ -318,6 +329,18 @@ def takes_a_detour(expression: ast.expr) -> bool:
             return found
 
 
+def aliases_of(node: ast.AST, given: Collection[str]) -> set[str]:
+    """Return the names of tensors that autograd does not see in a function, those it is given included."""
+    found = set(given)
+    for part in (*ast.walk(node), *ast.walk(node)):  # an alias of an alias
+        value: Any = getattr(part, "value", None)
+        named = isinstance(part, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and value is not None
+        for one in alternatives(value) if named else ():
+            if takes_a_detour(one) or (root_of(one) in found and not _is_made(one)):
+                found |= {t.id for t in targets_of(part) if isinstance(t, ast.Name)}
+    return found
+
+
 def _is_made(value: ast.expr) -> bool:
     if isinstance(value, (ast.Constant, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.Tuple)):
         return True
@@ -331,32 +354,10 @@ def _is_made(value: ast.expr) -> bool:
     )
 
 
-# -- source ------------------------------------------------------------------------------------------
-
-
-def statements(node: ast.AST) -> Iterator[Any]:
-    """Yield the parts of a function that have a line."""
-    yield from (part for part in ast.walk(node) if hasattr(part, "lineno"))
-
-
 def _inside_of(known: Collection[types.CodeType], code: types.CodeType) -> set[int]:
     """The ids of what belongs to some functions, of those that one function defines."""
     nodes = (node_of(inner) for inner in codes(code) if inner is not code and inner in known)
     return {id(part) for node in nodes if node is not None for part in ast.walk(node)}
-
-
-def targets_of(part: ast.AST) -> list[ast.expr]:
-    """What a statement assigns to or deletes, taken apart."""
-    found: list[ast.expr] = []
-    if isinstance(part, (ast.Assign, ast.Delete)):
-        found = list(part.targets)
-    elif isinstance(part, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.AsyncFor)):
-        found = [part.target]
-    return [
-        leaf
-        for target in found
-        for leaf in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
-    ]
 
 
 def _holder(expression: ast.AST) -> ast.AST:

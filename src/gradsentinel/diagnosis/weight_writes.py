@@ -8,8 +8,8 @@ import types
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from gradsentinel.diagnosis.code_tree import has_no_graph, in_words, node_of
-from gradsentinel.diagnosis.own_code import root_of, statements, takes_a_detour, targets_of, written_by
+from gradsentinel.diagnosis.code_tree import has_no_graph, in_words, node_of, statements, targets_of
+from gradsentinel.diagnosis.own_code import root_of, takes_a_detour, written_by
 
 _OVER_WEIGHTS = re.compile(r"\b(named_)?param(eter)?s\b")
 _OF_OTHERS = re.compile(
