@@ -123,7 +123,9 @@ class Incident:
     @property
     def where(self) -> str:
         """The place in a few words: the sample if the data is bad, else the module or the tensors."""
-        if self.samples:
+        known = self.diagnosis
+        by_data = known is None or known.cause == "data"  # of any other cause samples only bring it out
+        if self.samples and by_data:
             names = [
                 f"sample {s.position}" + (f" (id {s.id})" if s.id is not None else "") for s in self.samples
             ]

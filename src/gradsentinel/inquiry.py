@@ -47,6 +47,8 @@ class Inquiry:
         self._examiners = list(examiners)
         self._diagnosers = list(diagnosers)
         self._warnings: dict[tuple[str, Kind, str], tuple[Incident, int]] = {}
+        self._examined = 0.0
+        """Seconds that examiners took in the confirmation going on: they may run a step again."""
 
     def confirm(self, ruling: Ruling, started: float, *, insist: bool = False) -> list[Incident]:
         """Look closer on the host; every rank does as soon as one suspects something.
@@ -55,6 +57,7 @@ class Inquiry:
         """
         if not ruling.suspicious:
             return []
+        self._examined = 0.0
         confirmed: list[Statement] = []
         alike: Counter[tuple[str, Kind, Action]] = Counter()
         for entry in ruling.fired:
@@ -72,7 +75,8 @@ class Inquiry:
                 )
         incidents = open_incidents(self._run, confirmed)
         for incident in incidents:
-            incident.seconds["detect"] = time.perf_counter() - started
+            incident.seconds["detect"] = time.perf_counter() - started - self._examined
+            incident.seconds["diagnose"] = self._examined
         return incidents
 
     def _look_closer(self, entry: Filed, *, insist: bool) -> Evidence | None:
@@ -84,8 +88,12 @@ class Inquiry:
                 evidence = _unfounded(entry)
             if evidence is None:
                 return None
-            for examine in self._examiners:
-                evidence = examine(evidence, self._run)
+            examining = time.perf_counter()
+            try:
+                for examine in self._examiners:
+                    evidence = examine(evidence, self._run)
+            finally:
+                self._examined += time.perf_counter() - examining
             return bounded(evidence, travels=self._run.consensus.world_size > 1)
         except TrainingAborted:
             raise
@@ -142,7 +150,9 @@ class Inquiry:
                 record_swallowed(error)
                 incident.notes += (f"the diagnosis failed: {type(error).__name__}: {error}",)
         if diagnosers:
-            incident.seconds["diagnose"] = time.perf_counter() - started
+            incident.seconds["diagnose"] = (
+                incident.seconds.get("diagnose", 0.0) + time.perf_counter() - started
+            )
 
     def _goes_on(self, incident: Incident) -> bool:
         """Count a warning that goes on step after step, instead of opening an incident for each step."""

@@ -375,6 +375,33 @@ def test_an_overflow_that_comes_back_is_left_to_the_scaler(tmp_path):
     assert 1 <= len(run.sentinel.incidents) <= 3  # it learns which scales are too large
 
 
+@pytest.mark.parametrize(("passed", "told"), [(3, 0), (30, 1)])
+def test_an_overflow_soon_after_the_search_belongs_to_the_search(passed, told, tmp_path):
+    """Half of a scale that was too large lets some batches pass and not others: no incident, no warning.
+
+    Once it has let many pass, an overflow is looked at.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    batches = [torch.ones(2, 4)] * (passed + 10) + [torch.full((2, 4), 2.5)]
+
+    def loss_of(m, batch):
+        with torch.autocast("cpu", torch.float16):
+            return m(batch).sum().float()
+
+    with Sentinel(
+        model, optimizer, callbacks=[NanCallback(), Retry()], forward=loss_of, scaler=scaler, run_dir=tmp_path
+    ) as sentinel:
+        for batch in sentinel.steps(batches):
+            sentinel.backward(loss_of(model, batch))
+            sentinel.step()
+        passing = sentinel.applied_steps
+    assert 0 < len(batches) - passing < 12
+    assert [incident.kind for incident in sentinel.incidents] == ["loss_scale"] * told
+
+
 def test_overflows_can_be_left_alone(tmp_path):
     fault = PoisonGradient(steps=(3,), parameter="head.weight", value=float("inf"))
     ended = train(

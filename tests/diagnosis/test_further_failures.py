@@ -1,6 +1,7 @@
 """Failures thought up after the rules were written: cause, phase, operator, place, samples."""
 
 import pytest
+import torch
 from verdicts import FAILURES, run_failure, wrong_in
 
 
@@ -16,3 +17,22 @@ def test_failure(case, run_dir):
 def test_every_failure_is_another_one():
     names = [case.name for case in FAILURES]
     assert len(set(names)) == len(names)
+
+
+def test_a_batch_that_was_fine_before_shows_that_the_formula_does_not_make_the_zeros(diagnosed):
+    """The same zeros, moved or not, but other records had none: it is the batch."""
+
+    def forward(model, b):
+        kept = torch.relu(b["gap"])  # 0 also where a negative number moves a little
+        return (model(b["x"]).sum(1) * (1 / kept).sum(1)).mean()
+
+    batches = [{"x": torch.randn(6, 4), "gap": torch.rand(6, 3) + 0.5} for _ in range(3)]
+    batches[2]["gap"] = -batches[2]["gap"]
+    found = diagnosed(torch.nn.Linear(4, 4), batches, forward).diagnosis
+    assert (found.cause, found.op) == ("data", "aten.reciprocal.default")
+
+
+def test_a_literal_beyond_a_narrow_type_has_its_own_remedy(run_dir):
+    case = next(case for case in FAILURES if case.name.startswith("a number that float16 does not hold"))
+    remedy = run_failure(case, run_dir).diagnosis.remedy[0]
+    assert "instead of -1e+09: torch.finfo(x.dtype).min" in remedy

@@ -233,3 +233,23 @@ def test_the_run_goes_on_after_a_rollback(run_dir):
     assert [str(incident.outcome) for incident in incidents] == ["rolled_back"]
     assert incidents[0].diagnosis.op == "aten.addcdiv_.default"
     assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(torch.optim.Adam, "exp_avg_sq"), (torch.optim.RMSprop, "square_avg")]
+)
+def test_a_negative_square_was_not_made_by_a_step(kind, key, run_dir):
+    """A state that was averaged or converted wrongly: clipping would not help."""
+    model = embedding(torch.float32)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    for row in range(6):
+        model(torch.tensor([row])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state[model[0].weight][key][2, 1] = -0.5
+    (incident,) = step_of(model, optimizer, run_dir=run_dir)
+    found = incident.diagnosis
+    assert (found.cause, found.phase, found.op) == ("optimizer", "optimizer", "aten.sqrt.default")
+    assert f"{key} holds negative values" in found.evidence[0]
+    assert "intact checkpoint" in found.remedy[0]
+    assert not any("clip" in text for text in found.remedy)

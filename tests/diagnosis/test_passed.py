@@ -347,3 +347,42 @@ def test_tensors_that_cannot_be_compared_prove_nothing():
     found = compare_calls(called(model, (sparse,)), called(model, (sparse,)), [6])
     assert found.unknown
     assert not found.same
+
+
+def _flip(tensor, index, bit):
+    bits = tensor.view(torch.int32).view(-1)
+    bits[index] ^= 1 << bit
+
+
+@pytest.mark.parametrize("through", [lambda out: out.detach(), lambda out: out.data])
+def test_one_flipped_bit_of_what_the_model_returned(through, struck):
+    """No arithmetic makes it, so it does not matter how it got there."""
+
+    def loop(model, b):
+        loop.calls += 1
+        out = model(b["x"])
+        if loop.calls == 2:
+            with torch.no_grad():
+                _flip(through(out), 3, 30)
+        return functional.mse_loss(out, b["y"])
+
+    loop.calls = 0
+    watch = [NanCallback(), MagnitudeCallback(max_global_norm=1e3, action="skip")]
+    found = struck(network(), loop=loop, callbacks=watch).diagnosis
+    assert (found.cause, found.confidence, found.phase) == ("hardware", 0.95, "forward")
+    assert "in one bit (30)" in found.evidence[0]
+
+
+@pytest.mark.parametrize("change", [lambda v: v * 2, lambda v: -v, lambda v: v / 0, lambda v: v * 3e20])
+def test_one_element_that_arithmetic_changes_is_no_flipped_bit(change, struck):
+    def loop(model, b):
+        loop.calls += 1
+        out = model(b["x"])
+        if loop.calls == 2:
+            with torch.no_grad():
+                alias = out.detach().view(-1)
+                alias[3] = change(alias[3])
+        return functional.mse_loss(out, b["y"]) * (1 if loop.calls != 2 else NAN)
+
+    loop.calls = 0
+    assert struck(network(), loop=loop).diagnosis.cause != "hardware"

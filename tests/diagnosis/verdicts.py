@@ -13,6 +13,7 @@ import failures_graphs  # noqa: F401 - likewise
 import failures_kinds  # noqa: F401 - likewise
 import failures_last  # noqa: F401 - likewise
 import failures_narrow  # noqa: F401 - likewise
+import failures_nineteenth  # noqa: F401 - likewise
 import failures_optimizers  # noqa: F401 - likewise
 import failures_outside  # noqa: F401 - likewise
 import failures_pairs  # noqa: F401 - likewise

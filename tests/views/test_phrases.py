@@ -32,9 +32,10 @@ WRITERS = """
     diagnosis/comparison diagnosis/custom diagnosis/determinism diagnosis/diagnose diagnosis/excess
     diagnosis/fields diagnosis/findings diagnosis/fingerprint diagnosis/investigation
     diagnosis/lone_weight diagnosis/operands diagnosis/otherwise diagnosis/passed diagnosis/rehearsal
-    diagnosis/remedy diagnosis/replay diagnosis/rules diagnosis/scan diagnosis/self_test
-    diagnosis/sighting diagnosis/spiked diagnosis/trace diagnosis/transient diagnosis/update
-    diagnosis/verdict integrations/lightning/again integrations/megatron/exchanges
+    diagnosis/cause diagnosis/data_rules diagnosis/remedy diagnosis/replay diagnosis/rules
+    diagnosis/scan diagnosis/self_test diagnosis/sighting diagnosis/spiked diagnosis/trace
+    diagnosis/transient diagnosis/update diagnosis/verdict integrations/lightning/again
+    integrations/megatron/exchanges
     integrations/megatron/gradients integrations/megatron/host integrations/megatron/places
     integrations/megatron/returns integrations/megatron/search integrations/state_check ranks/blame
     ranks/handover ranks/origin ranks/replicas ranks/testimony ranks/topology state/health state/retreat
@@ -59,7 +60,7 @@ NO_SENTENCES = {
     *("watching every operator", "running micro-batch {0} again", "watching custom Functions"),
     *("computing in float32", "with the weights of step {0}", "with the batch of the last healthy step"),
     *("without the suspicious samples", "running micro-batch {0}, too", "running the compiled code again"),
-    "looking for what else explains it",
+    *("looking for what else explains it", "with every value of the batch moved a little"),
     *("running micro-batch {0} once more, watched", "looking for what makes it so large"),
     # the end of an error, and of what is too long to be sent
     *(" (is torch.distributed initialised before the Sentinel is made?)", "details of {0} characters"),

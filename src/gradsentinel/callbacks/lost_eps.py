@@ -11,14 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsentinel.decision import Action, Kind
-from gradsentinel.diagnosis.update import EPS_REMEDY
+from gradsentinel.diagnosis.update import EPS_REMEDY, SQUARES
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.incident import OF_THIS_STEP, fold
 from gradsentinel.measures.inspection import local
 from gradsentinel.run import Run
-
-_SQUARES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
-"""What the optimizers of torch take the root of and add eps to; the first that there is."""
 
 
 class LostEps:
@@ -81,7 +78,7 @@ def _divides(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) 
     decay, decoupled = group.get("weight_decay", 0), group.get("decoupled_weight_decay", False)
     if decay and not (decoupled or isinstance(optimizer, torch.optim.AdamW)):
         gradient = gradient + decay * local(parameter.detach()).to(gradient.dtype)
-    squares = next((local(state[key]) for key in _SQUARES if isinstance(state.get(key), Tensor)), None)
+    squares = next((local(state[key]) for key in SQUARES if isinstance(state.get(key), Tensor)), None)
     if squares is None:
         # The first update of this parameter: what is no Adam, Adagrad or RMSprop need not divide at all.
         known = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)

@@ -40,6 +40,9 @@ _REAL = 5
 """So many spikes in a window that came out the same: this run has them, and no more are computed again."""
 _DOUBLE = math.log(2)
 _LEAST_SCALE = 1.0
+_SETTLES = 20
+"""So many steps must pass after the last overflow of the search for a loss scale until it has ended: half of
+a scale that was too large is often too large for the next batch."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +74,8 @@ class Retry(Recomputing, Detector):
     """Of the last step that was applied."""
     _found_scale: bool = field(default=False, init=False, repr=False)
     """True once the GradScaler has let a step pass."""
+    _passed: int = field(default=0, init=False, repr=False)
+    """Steps that the GradScaler has let pass since the last overflow of its search."""
     _edge: float = field(default=math.inf, init=False, repr=False)
     """The smallest loss scale known to be too large."""
     _run: Run | None = field(default=None, init=False, repr=False)
@@ -101,7 +106,7 @@ class Retry(Recomputing, Detector):
 
     def on_before_clip(self, event: events.BeforeClip) -> Finding | None:
         """Suspect an overflow at a loss scale that is not known to be too large."""
-        if event.loss_scale is None or event.overflow is None or not (self.overflows and self._found_scale):
+        if event.loss_scale is None or event.overflow is None or not self.overflows or self._searching:
             return None
         if self._run is None or not self._affordable(self._run.iteration):
             return None
@@ -127,9 +132,16 @@ class Retry(Recomputing, Detector):
             return
         if event.applied:
             self._found_scale = True
+            self._passed += 1
             self._edge = math.inf if scale >= self._edge else self._edge
-        elif event.scaler_skipped and (not self._found_scale or event.action is Action.WARN):
+        elif event.scaler_skipped and (self._searching or event.action is Action.WARN):
+            self._passed = 0 if self._searching else self._passed
             self._edge = min(self._edge, scale)
+
+    @property
+    def _searching(self) -> bool:
+        """True while the GradScaler looks for its scale: overflows are its way to find it."""
+        return not self._found_scale or (math.isfinite(self._edge) and self._passed < _SETTLES)
 
     def rechecks(self, run: Run) -> bool:
         """Return True as long as steps can be computed again, and few came out the same."""
@@ -290,6 +302,7 @@ class Retry(Recomputing, Detector):
             "in_vain": self._in_vain.state_dict(),
             "real": self._real.state_dict(),
             "found_scale": self._found_scale,
+            "passed": self._passed,
             "edge": self._edge,
         }
 
@@ -298,6 +311,7 @@ class Retry(Recomputing, Detector):
         self._budget.load_state_dict(state["budget"])
         self._in_vain.load_state_dict(state["in_vain"])
         self._real.load_state_dict(state.get("real", {"spent": []}))  # a state of before there were any
+        self._passed = state.get("passed", _SETTLES)
         self._found_scale, self._edge = state["found_scale"], state["edge"]
 
 

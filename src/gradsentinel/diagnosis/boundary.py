@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class Difference:
     """The records that hold them, if the values are those of records."""
     size: int = 0
     """How many records there are; 0 if that cannot be told."""
+    flipped: int | None = None
+    """The bit that differs, if only one does, of one element, in a way that no arithmetic makes."""
 
     @property
     def confined(self) -> bool:
@@ -111,16 +114,16 @@ def _compare(loop: Record, replay: Record, sizes: Collection[int]) -> dict[str, 
         if why:
             return {"unknown": why}
         leaves = [
-            (path, value, again)
+            (path, value, again, _written(value, version))
             for (path, value, version), (_, again, later) in zip(one, other, strict=True)
-            if value is not UNKNOWN and again is not UNKNOWN
-            if not _written(value, version) and not _written(again, later)
+            if value is not UNKNOWN and again is not UNKNOWN and not _written(again, later)
         ]
-        partial = partial or len(leaves) < len(one)
+        partial = partial or len(leaves) < len(one) or any(written for *_, written in leaves)
         found = [
             difference
-            for path, value, again in leaves
+            for path, value, again, written in leaves
             if (difference := _difference(_name(path, given=given), value, again, sizes)) is not None
+            if not written or difference.flipped is not None  # what a loop writes is no single flipped bit
         ]
         if found:
             worst = _worst(found) if given else _together(found)
@@ -203,6 +206,7 @@ def _difference(where: str, value: Any, again: Any, sizes: Collection[int]) -> D
 
 def _elements(where: str, mine: Tensor, theirs: Tensor, sizes: Collection[int]) -> Difference | None:
     kind = _BITS[mine.element_size()]
+    raw = mine, theirs
     odd = (
         mine.view(kind) != theirs.view(kind)
         if mine.dim()
@@ -235,7 +239,23 @@ def _elements(where: str, mine: Tensor, theirs: Tensor, sizes: Collection[int]) 
         finite=bool(finite[odd].all()),
         records=() if rows is None else tuple(rows.nonzero().flatten().tolist()),
         size=0 if rows is None else len(rows),
+        flipped=_flipped(*(tensor.flatten()[odd.flatten()] for tensor in raw)) if count == 1 else None,
     )
+
+
+def _flipped(mine: Tensor, theirs: Tensor) -> int | None:
+    """Return the one bit in which two numbers differ, if no arithmetic makes the first of the second."""
+    if not mine.dtype.is_floating_point:
+        return None
+    kind, bits = _BITS[mine.element_size()], 8 * mine.element_size()
+    one, other = (int(tensor.view(kind)) for tensor in (mine, theirs))
+    changed = (one ^ other) & ((1 << bits) - 1)
+    was, should = float(mine), float(theirs)
+    # Dividing by 0 makes an Inf, or a NaN of these very bits; doubling and negating change one bit, too.
+    usual = [int(mine.new_tensor([value]).abs().view(kind)) for value in (math.inf, math.nan)]
+    if not changed or changed & (changed - 1) or not should or one & ((1 << (bits - 1)) - 1) in usual:
+        return None
+    return None if 1 / _ORDINARY < abs(was / should) < _ORDINARY else changed.bit_length() - 1
 
 
 def _in_records(values: Tensor, sizes: Collection[int]) -> Tensor | None:

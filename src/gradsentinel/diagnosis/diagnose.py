@@ -18,6 +18,7 @@ from gradsentinel.diagnosis.investigation import Investigation
 from gradsentinel.diagnosis.progress import Progress
 from gradsentinel.diagnosis.replay import Replay, reason_against
 from gradsentinel.diagnosis.report import Report
+from gradsentinel.diagnosis.scan import spoilt_by_forward
 from gradsentinel.diagnosis.transient import not_sure
 from gradsentinel.evidence import Diagnosis
 from gradsentinel.incident import Incident, fold
@@ -56,7 +57,8 @@ def diagnose(incident: Incident, run: Run) -> None:
     if incident.kind is Kind.RANK_DIVERGENCE and incident.diagnosis is None:
         incident.diagnosis = _desynchronised(incident)
     known = incident.diagnosis is not None and incident.diagnosis.confidence >= _CERTAIN
-    if known or incident.kind not in NONFINITE | FINITE or incident.step not in {run.step, run.late_step}:
+    repeatable = incident.kind in NONFINITE | FINITE or spoilt_by_forward(incident)
+    if known or not repeatable or incident.step not in {run.step, run.late_step}:
         return
     guilty = any(rank.rank == run.rank.rank for rank in incident.ranks) or not incident.ranks
     report, failure = Report(), None

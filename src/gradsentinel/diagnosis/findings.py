@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gradsentinel.again.scene import MicroBatch
+from gradsentinel.diagnosis.memory import bad_mask
 from gradsentinel.diagnosis.operands import Operand, bad_index, bad_rows, operands_of, tensors_of
-from gradsentinel.diagnosis.record import Call, Event
+from gradsentinel.diagnosis.record import FROM_BATCH, FROM_PARAMETERS, Call, Event
 from gradsentinel.diagnosis.replay import Computed
 from gradsentinel.diagnosis.swap import NARROW, batch_size, tensors_by_path
 from gradsentinel.diagnosis.trace import Trace
@@ -25,6 +26,7 @@ _SUMS = frozenset(
     | {"mkldnn_convolution", "mm", "mv", "sum"}
 )
 """Operators that add up products, or numbers."""
+_DIVISIONS = frozenset({"div", "true_divide", "remainder", "fmod"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Findings:
     """An operator of a narrow type that lost what the origin, in a wider one, needed."""
     finite_with_known_good: bool | None = None
     """With the weights of the known-good state, on the same batch."""
+    singular_for_any_batch: bool = False
+    """True if the same elements are bad with every value of the batch moved a little: see `swap.moved`."""
     rows: tuple[int, ...] = ()
     """Samples that look guilty by the shape of the bad result."""
     finite_without_rows: bool | None = None
@@ -118,14 +122,22 @@ class Findings:
         return name.strip("_")
 
     def suspect_rows(self) -> list[int]:
-        """Return the samples that the bad elements belong to, if their shape tells."""
-        size, rows = self.size, bad_rows(self.origin)
-        found = bad_index(self.origin)
+        """Return the samples that the bad elements belong to, if their shape tells.
+
+        Where infinities did no harm in most of them, those in which a NaN was made of them.
+        """
+        rows = self._rows_of(self.origin)
+        nan = self.path.first_nan
+        harmed = [] if nan is None or nan is self.origin else self._rows_of(nan)
+        return harmed if harmed and set(harmed) < set(rows) else rows
+
+    def _rows_of(self, event: Event) -> list[int]:
+        size, found = self.size, bad_index(event)
         if size is None or found is None or not found[0]:
             return []
         length = found[1].shape[0]
         if size > 1 and length % size == 0 and length:
-            return sorted({row // (length // size) for row in rows})
+            return sorted({row // (length // size) for row in bad_rows(event)})
         return []
 
     def whole_row_masked(self) -> bool:
@@ -148,10 +160,29 @@ class Findings:
         dims = [given] if isinstance(given, int) else [dim for dim in given if isinstance(dim, int)]
         return sorted({dim % count for dim in dims if -count <= dim < count}) or [count - 1]
 
+    @property
+    def by_batch_alone(self) -> bool:
+        """True if what makes the operator singular was computed from the batch and from no parameter."""
+        singular = self.singular_origin()
+        return bool(singular & FROM_BATCH) and not singular & FROM_PARAMETERS
+
+    def singular_at_zero(self) -> bool:
+        """Return True if an elementwise operator failed just where its operand, or divisor, is 0."""
+        place = 1 if self.name in _DIVISIONS else 0
+        operand = self.origin.args[place] if len(self.origin.args) > place else None
+        pointwise = torch.Tag.pointwise in self.origin.function.tags
+        if not pointwise or not isinstance(operand, Tensor) or not self.origin.results:
+            return False
+        bad = bad_mask(self.origin.results[0])
+        try:
+            return bool((operand.expand(bad.shape)[bad] == 0).all())
+        except RuntimeError:  # an operator in place on another shape
+            return False
+
     def singular_origin(self) -> int:
         """Bits: what the operand was computed from that makes the operator singular."""
         origins = self.origin.argument_origins
-        if self.name in ("div", "true_divide", "remainder", "fmod") and len(origins) > 1:
+        if self.name in _DIVISIONS and len(origins) > 1:
             return origins[1]
         lawful = [edge for edge in self.origin.edges if edge.lawful]
         if lawful:

@@ -19,19 +19,20 @@ from gradsentinel.state.tree import map_tensors, tensors_in
 logger = logging.getLogger("gradsentinel")
 
 
-def innocent(run: Run, suspects: Mapping[int, Sequence[str]]) -> bool:
+def innocent(run: Run, suspects: Mapping[int, Sequence[str]], *, buffers: bool = False) -> bool:
     """Return True if the step is not finite without these values either; leaves the run as it is.
 
     Args:
         run: at an incident.
         suspects: by the number of the micro-batch, the paths of its tensors with bad values.
+        buffers: the step spoilt buffers.
 
     Each suspect is run with ordinary values in place of the bad ones. False if one is finite then, and if
     it cannot be tried.
     """
     if reason_against(run) is not None:
         return False
-    replay, deadline = Replay(run), time.monotonic() + run.diagnosis_budget / 2
+    replay, deadline = Replay(run, buffers=buffers), time.monotonic() + run.diagnosis_budget / 2
     several = len(run.scene.microbatches) > 1
     try:
         with replay.sheltered():

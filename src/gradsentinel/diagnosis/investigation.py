@@ -17,19 +17,20 @@ from gradsentinel.diagnosis.fields import fields_behind
 from gradsentinel.diagnosis.findings import Findings
 from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.narrow import NarrowTrace
-from gradsentinel.diagnosis.operands import finite_again
+from gradsentinel.diagnosis.operands import bad_alike, finite_again
 from gradsentinel.diagnosis.passed import Boundaries
 from gradsentinel.diagnosis.progress import Progress
 from gradsentinel.diagnosis.remedy import for_records
 from gradsentinel.diagnosis.replay import Computed, Replay
 from gradsentinel.diagnosis.report import Report
+from gradsentinel.diagnosis.scan import spoilt_by_forward
 from gradsentinel.diagnosis.surroundings import Surroundings
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.verdict import came_in, decide
 from gradsentinel.diagnosis.walk import Path, walk
 from gradsentinel.evidence import Diagnosis, Sample
 from gradsentinel.host import gradient_of
-from gradsentinel.incident import Incident
+from gradsentinel.incident import Incident, fold
 from gradsentinel.measures.inspection import parts_of
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
@@ -53,7 +54,8 @@ class Investigation:
         self._run = run
         self._progress = progress
         self._deadline = time.monotonic() + run.diagnosis_budget
-        self._replay = Replay(run)
+        self._buffers = spoilt_by_forward(incident)
+        self._replay = Replay(run, buffers=self._buffers)
         self._around = Surroundings(run)
         self._computed: list[Computed] = []
         """As far as computed, in the order of `_microbatches`."""
@@ -91,6 +93,8 @@ class Investigation:
         return self._decided(findings)
 
     def _clean(self, found: dict[str, Tensor], *, flaky: bool = False) -> Report:
+        if self._buffers:
+            return Report(diagnosis=_spoilt_once(self._incident))
         step = CleanStep(
             self._incident,
             self._replay,
@@ -190,9 +194,30 @@ class Investigation:
         if healthy and not findings.finite_others and self._time_left():
             self._progress.stage("with the batch of the last healthy step")
             findings.finite_with_healthy = swap.finite_with_batch(replay, microbatch, healthy[0].batch)
+        self._move(findings)
         if size is None:
             return
         self._leave_out(findings, size)
+
+    def _move(self, findings: Findings) -> None:
+        """Look whether zeros that come from the batch alone are there whatever values it holds.
+
+        Where another batch is finite they are not, and the batch is to blame.
+        """
+        everywhere = len(findings.rows) in (0, findings.size)
+        if not everywhere or not findings.by_batch_alone or not findings.singular_at_zero():
+            return
+        if findings.finite_others or findings.finite_with_healthy:
+            return
+        other = swap.moved(findings.microbatch.batch, findings.fields)
+        if other is None or not self._time_left():
+            return
+        self._progress.stage("with every value of the batch moved a little")
+        trace = self._trace()
+        computed = swap.compute_with_batch(self._replay, findings.microbatch, other, mode=trace)
+        path = None if computed is None else walk(trace, computed)
+        again = None if path is None else path.origin
+        findings.singular_for_any_batch = again is not None and bad_alike(findings.origin, again)
 
     def _lost_before(self, findings: Findings) -> None:
         """Look for a narrow operator that lost what a wider one stumbles over, if all is finite without."""
@@ -248,6 +273,21 @@ class Investigation:
         return tuple(finite), tuple(sorted(bad))
 
 
+def _spoilt_once(incident: Incident) -> Diagnosis:
+    """Loss and gradients were finite, so nothing shows that the replay is what the loop computed."""
+    names = fold([tensor.name for tensor in incident.tensors])
+    return Diagnosis(
+        cause="unknown",
+        confidence=0.3,
+        phase="forward",
+        evidence=(f"run again from the same batch, buffers and random state, {names} stay finite",),
+        remedy=(
+            "look at what the loop writes to these buffers, and at whether forward= computes what it does",
+            "if it does, test the device",
+        ),
+    )
+
+
 def _spoilt(diagnosis: Diagnosis) -> Diagnosis:
     """The batch holds bad values now, and the step itself has written to it."""
     return replace(
@@ -273,12 +313,14 @@ def _run_operator(findings: Findings) -> None:
 
 
 def _samples(findings: Findings, diagnosis: Diagnosis) -> tuple[Sample, ...]:
-    """Name samples only when the data is to blame, and only when replacing them cured the step."""
-    if diagnosis.cause != "data" or not findings.finite_without_rows:
+    """Name samples only when replacing them cured the step, and, if it is not data, when they are few."""
+    rows, data = findings.guilty_rows, diagnosis.cause == "data"
+    few = 2 * len(rows) <= (findings.size or 0)
+    if not findings.finite_without_rows or not (data or few):
         return ()
-    known = list(findings.outliers) or findings.fields
+    known = (list(findings.outliers) or findings.fields) if data else ()
     field, ids = known[0] if len(known) == 1 else "", findings.ids()
-    return tuple(Sample(position=row, id=ids.get(row), field=field) for row in findings.guilty_rows)
+    return tuple(Sample(position=row, id=ids.get(row), field=field) for row in rows)
 
 
 def _samples_of(path: Path, microbatch: MicroBatch) -> tuple[Sample, ...]:

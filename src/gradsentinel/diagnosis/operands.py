@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +119,16 @@ def bad_rows(event: Event) -> list[int]:
     return []
 
 
+@torch.no_grad()
+def bad_alike(event: Event, other: Event) -> bool:
+    """Return True if the same operator, at the same line, has made the same elements bad."""
+    if event.op != other.op or event.call.line != other.call.line:
+        return False
+    mine, theirs = ([bad_mask(result) for result in one.results] for one in (event, other))
+    alike = [one.shape == two.shape and torch.equal(one, two) for one, two in zip(mine, theirs, strict=False)]
+    return bool(alike) and len(mine) == len(theirs) and all(alike)
+
+
 def equation(event: Event) -> str:
     """Return what an elementwise operator computed at its first bad element; empty if it is none."""
     found = bad_index(event)
@@ -153,6 +164,17 @@ def place(index: tuple[int, ...], shape: tuple[int, ...], batch_size: int | None
     return f"{text} ({', '.join(f'{name} {i}' for name, i in zip(names, index, strict=True))})"
 
 
+def running_statistics(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return what batch norm writes to beside its results; its schema does not say so."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "running_mean" not in names or "backward" in func.overloadpacket.__name__:
+        return []
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("training", given.get("train", True)):
+        return []
+    return [x for name in ("running_mean", "running_var") if isinstance(x := given.get(name), Tensor)]
+
+
 def finite_again(event: Event, device: torch.device | None = None) -> bool | None:
     """Run the operator alone on the same inputs: is the result finite now? None if that failed.
 
@@ -160,6 +182,8 @@ def finite_again(event: Event, device: torch.device | None = None) -> bool | Non
     """
     if not (event.args or event.kwargs) or event.function._schema.is_mutable:
         return None
+    if running_statistics(event.function, event.args, event.kwargs):
+        return None  # what it writes to them is no result of it
 
     def moved(value: Any) -> Any:
         if device is None:

@@ -59,9 +59,15 @@ class Passed:
         return what if what.bad else None
 
     @property
+    def flipped(self) -> Difference | None:
+        """The damage, if the model was given the same and one single bit of what it returned is another."""
+        found = [one.made for one in self.each.values() if one.made is not None]
+        return found[0] if self.given is None and len(found) == 1 and found[0].flipped is not None else None
+
+    @property
     def module(self) -> str:
         """The module that was called, of which that is known; empty for the model as a whole."""
-        made = self.made
+        made = self.made or self.flipped
         return next((one.name for one in self.each.values() if made is not None and one.made is made), "")
 
     @property

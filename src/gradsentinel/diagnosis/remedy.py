@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from gradsentinel.diagnosis.fields import in_words
 from gradsentinel.diagnosis.findings import Findings
@@ -54,6 +58,12 @@ def for_math(found: Findings) -> tuple[str, ...]:
     known = _AT_ZERO.get(found.node or "") if found.origin.backward else _BY_OP.get(found.name)
     general = "add an eps, clamp what goes in, or compute it in a stabler form"
     return (f"{known or general}{_at(found)}",)
+
+
+def for_any_batch(found: Findings) -> tuple[str, ...]:
+    """Return what to do about a formula that is singular whatever it is given."""
+    masked = "or replace these elements before it, torch.where(same, 1.0, x), and leave them out afterwards"
+    return (*for_math(found), f"{masked}{_at(found)}")
 
 
 def for_hidden(found: Findings) -> tuple[str, ...]:
@@ -135,7 +145,13 @@ def for_precision(found: Findings, *, overflows: bool) -> tuple[str, ...]:
         kept = "keep positions, times and counts in float32 or in whole numbers, and convert what follows"
         return (f"{kept}: {found.half} tells whole numbers apart only up to {counted}{_at(found)}",)
     where = found.call.module or "this computation"
-    said = [
+    said, number = [], _too_large(found)
+    if number is not None:
+        fill = (
+            f"use a number that {found.half} holds instead of {number:g}: torch.finfo(x.dtype).min for a mask"
+        )
+        said.append(f"{fill}{_at(found)}")
+    said += [
         f"compute {where} in float32: with torch.autocast(device_type, enabled=False) around it{_at(found)}",
     ]
     if found.half == "float16":
@@ -145,6 +161,16 @@ def for_precision(found: Findings, *, overflows: bool) -> tuple[str, ...]:
     elif overflows and not found.origin.backward:
         said.append("scale the inputs down first; lowering the loss scale does not help in the forward pass")
     return tuple(said)
+
+
+def _too_large(found: Findings) -> float | None:
+    """Return a plain number that the operator was given and that its narrow type does not hold."""
+    if found.half is None:
+        return None
+    limit = torch.finfo(getattr(torch, found.half)).max
+    given = tree_leaves((found.origin.args, found.origin.kwargs))
+    numbers = (x for x in given if isinstance(x, (int, float)) and not isinstance(x, bool))
+    return next((float(x) for x in numbers if limit < abs(x) < math.inf), None)
 
 
 def _by_parameters(found: Findings) -> bool:

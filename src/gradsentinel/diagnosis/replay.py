@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradsentinel.again.model_calls import Record
 from gradsentinel.again.scene import MicroBatch
 from gradsentinel.diagnosis.graph import Graph, graph_of
+from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.shelter import sheltered
 from gradsentinel.diagnosis.trace import Trace, names_of
 from gradsentinel.ranks.wrappers import find_ddp
@@ -52,6 +53,8 @@ class Computed:
     """The random state that it left behind, likewise."""
     writes: Mapping[str, int] = field(default_factory=dict)
     """How often it has written to which buffer, likewise."""
+    spoilt: Mapping[str, Tensor] = field(default_factory=dict)
+    """The buffers that it has made non-finite, if the replay looks at them."""
 
 
 def reason_against(run: Run) -> str | None:
@@ -76,10 +79,17 @@ class Replay:
 
     The weights are still those of the step. Compiled code runs eagerly, DDP neither reduces nor
     broadcasts, and hooks on accumulated gradients do not fire.
+
+    Args:
+        run: the run.
+        buffers: look at what becomes of the buffers, too.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, buffers: bool = False) -> None:
         self.run = run
+        self._good = (
+            {name for name, kept in run.scene.buffers.kept() if not judge(kept)} if buffers else set()
+        )
         self.microbatches: Sequence[MicroBatch] = run.scene.microbatches
         self._instead: dict[int, Tensor] = {}
         self.count = 0
@@ -155,7 +165,9 @@ class Replay:
         rng = RngState.capture(names) if record is not None else None
         now = run.scene.buffers.moved() if record is not None else {}
         moved = {name: count - writes.get(name, 0) for name, count in now.items()}
-        return Computed(loss.detach(), root.detach(), gradients, nodes, graph, record, rng, moved)
+        named = run.scene.buffers.named() if self._good else ()
+        spoilt = {name: buffer for name, buffer in named if name in self._good and judge(buffer)}
+        return Computed(loss.detach(), root.detach(), gradients, nodes, graph, record, rng, moved, spoilt)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         passes = self.run.scene.passes  # a window that the loader's end cut short is divided like the others

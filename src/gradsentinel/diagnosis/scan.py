@@ -13,7 +13,7 @@ from gradsentinel.diagnosis.fingerprint import what_is_different
 from gradsentinel.diagnosis.innocence import innocent
 from gradsentinel.diagnosis.update import explain_update
 from gradsentinel.evidence import Diagnosis, Evidence, Sample
-from gradsentinel.incident import OF_THIS_STEP, fold
+from gradsentinel.incident import OF_THIS_STEP, Incident, fold
 from gradsentinel.measures.inspection import first_index, local, parts_of, readable, values_of
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
@@ -30,11 +30,18 @@ def scan(evidence: Evidence, run: Run) -> Evidence:
     Called on: ranks that
     suspect something.
     """
-    if evidence.kind in _EXPLAINED_BY_DATA:
+    if evidence.kind in _EXPLAINED_BY_DATA or spoilt_by_forward(evidence):
         return _scan_inputs(evidence, run)
     if evidence.kind in _STATE and not evidence.details.get(OF_THIS_STEP):
         return explain_update(evidence, run)
     return evidence
+
+
+def spoilt_by_forward(found: Evidence | Incident) -> bool:
+    """Return True if the forward pass of this very step has made buffers non-finite."""
+    known = found.diagnosis
+    by_forward = known is None or known.phase in (None, "forward")
+    return found.kind is Kind.NONFINITE_STATE and bool(found.details.get(OF_THIS_STEP)) and by_forward
 
 
 def _scan_inputs(evidence: Evidence, run: Run) -> Evidence:
@@ -70,7 +77,8 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
             guilty = microbatch.index if guilty is None else guilty
             samples += found if guilty == microbatch.index else []  # positions are those of one micro-batch
             suspects.setdefault(microbatch.index, []).append(path)
-    if not statements or innocent(run, suspects):
+    spoilt = spoilt_by_forward(evidence)
+    if not statements or innocent(run, suspects, buffers=spoilt):
         return None
     text = what_is_different(run.scene.microbatches[guilty or 0].batch, [m.batch for m in run.scene.healthy])
     if text:
@@ -81,12 +89,13 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
     who = "the record(s) with " + fold(
         [f"id {s.id}" if s.id is not None else f"position {s.position}" for s in named]
     )
+    message = f"bad data: {statements[0]}" + (f", of {who}" if named[0].id is not None else "")
     return replace(
         evidence,
-        kind=Kind.NONFINITE_INPUT,
+        kind=evidence.kind if spoilt else Kind.NONFINITE_INPUT,
         microbatch=guilty,
         samples=tuple(samples[:_MAX_SAMPLES]),
-        message=f"bad data: {statements[0]}" + (f", of {who}" if named[0].id is not None else ""),
+        message=evidence.message if spoilt else message,
         details={**evidence.details, **several},
         diagnosis=Diagnosis(
             cause="data",

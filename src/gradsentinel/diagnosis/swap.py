@@ -16,7 +16,7 @@ from gradsentinel.again.scene import MicroBatch
 from gradsentinel.data.records import ID_FIELDS
 from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.replay import Computed, Replay
-from gradsentinel.diagnosis.trace import is_allocation
+from gradsentinel.diagnosis.trace import Trace, is_allocation
 from gradsentinel.measures.inspection import parts_of, readable
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.state.tree import map_tensors, tensors_in
@@ -30,6 +30,10 @@ NARROW = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4
 )
+
+
+_LITTLE = 0.02
+"""Of the mean magnitude: more than bfloat16 rounds away."""
 
 
 class Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,8 +85,9 @@ def wider(value: Any) -> Any:
 
 
 def is_finite(computed: Computed) -> bool:
-    """Return True if the loss and every gradient are finite."""
-    return not judge(computed.loss) and not any(judge(g) for g in computed.gradients.values())
+    """Return True if the loss and every gradient are finite, and the buffers, where they are looked at."""
+    bad = judge(computed.loss) or any(judge(g) for g in computed.gradients.values())
+    return not bad and not computed.spoilt
 
 
 def finite_in_wide(replay: Replay, microbatch: MicroBatch) -> bool | None:
@@ -162,9 +167,11 @@ def finite_with_batch(replay: Replay, microbatch: MicroBatch, other: Any) -> boo
     return None if computed is None else is_finite(computed)
 
 
-def compute_with_batch(replay: Replay, microbatch: MicroBatch, other: Any) -> Computed | None:
-    """Compute another batch with the same weights; None if that fails."""
-    return _tried("with another batch", lambda: replay.compute(microbatch, batch=_own(other)))
+def compute_with_batch(
+    replay: Replay, microbatch: MicroBatch, other: Any, mode: Trace | None = None
+) -> Computed | None:
+    """Compute another batch with the same weights, traced if a trace is given; None if that fails."""
+    return _tried("with another batch", lambda: replay.compute(microbatch, batch=_own(other), mode=mode))
 
 
 def _own(batch: Any) -> Any:
@@ -178,6 +185,34 @@ def norms_of(computed: Computed) -> list[Tensor]:
         for gradient in computed.gradients.values()
         if gradient.layout is torch.strided and not gradient.is_complex()
     ]
+
+
+def moved(batch: Any, fields: Sequence[str]) -> Any:
+    """Return a copy of the batch in which each value of these fields is another one, close by.
+
+    Values that are 0, or equal, by accident are so no more; what a formula makes 0 of any values stays 0.
+    None if a field holds whole numbers, labels or flags, which cannot be moved.
+    """
+    named = tensors_by_path(batch)
+    chosen = {id(named[path]) for path in fields if path in named and _is_plain(named[path])}
+    if not fields or len(chosen) < len(set(fields)):
+        return None
+    generator = torch.Generator().manual_seed(0)  # leaves the program's own random state alone
+
+    @torch.no_grad()
+    def replaced(tensor: Tensor) -> Tensor:
+        copy = tensor.detach().clone()
+        if id(tensor) in chosen:
+            spread = copy.float().abs().mean() or 1.0
+            noise = torch.rand(copy.shape, generator=generator).to(copy.device) + 0.5
+            copy += (_LITTLE * spread * noise).to(copy.dtype)
+        return copy.requires_grad_(tensor.requires_grad)
+
+    return map_tensors(replaced, batch)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return readable(tensor) is None and tensor.layout is torch.strided and tensor.is_floating_point()
 
 
 def finite_compiled(replay: Replay, microbatches: Sequence[MicroBatch]) -> bool:

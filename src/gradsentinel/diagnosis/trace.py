@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsentinel.diagnosis.memory import Badness, Memory, bad_mask, judge
+from gradsentinel.diagnosis.operands import running_statistics
 from gradsentinel.diagnosis.record import FIELDS, FROM_BATCH, FROM_BUFFERS, FROM_PARAMETERS, Call, Edge, Event
 from gradsentinel.diagnosis.source import user_line
 from gradsentinel.measures.bounds import bounds
@@ -148,11 +149,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mask_origin = 0
         for tensor, (cell, _) in given:
             mask_origin |= cell.origin if cell is not None and tensor.dtype is torch.bool else 0
-        kept_args, kept_kwargs = _before_overwriting(func, args, kwargs)
+        statistics = running_statistics(func, args, kwargs)
+        kept_args, kept_kwargs = _before_overwriting(func, args, kwargs, statistics)
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not outputs and func._schema.is_mutable:
             outputs = _written_by(func, args)
+        outputs += statistics
         allocation = is_allocation(func)
         self.narrow = self.narrow or any(o.is_floating_point() and o.dtype.itemsize < 4 for o in outputs)
         self._note(
@@ -327,14 +330,17 @@ def _is_fresh(
 
 
 def _before_overwriting(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], statistics: Sequence[Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments as they will still be after the operator has run."""
-    if not func._schema.is_mutable:
+    mutable, written = func._schema.is_mutable, {id(tensor) for tensor in statistics}
+    if not mutable and not written:
         return args, kwargs
-    copy: Callable[[Any], Any] = lambda x: (  # noqa: E731 - needed as a function
-        x.detach().clone() if isinstance(x, Tensor) and x.numel() <= _MAX_COPY else x
-    )
+
+    def copy(x: Any) -> Any:
+        wanted = isinstance(x, Tensor) and (mutable or id(x) in written) and x.numel() <= _MAX_COPY
+        return x.detach().clone() if wanted else x
+
     kept: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(copy, (tuple(args), kwargs))
     return kept
 

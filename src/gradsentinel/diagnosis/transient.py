@@ -222,6 +222,14 @@ def _outside(again: Again, gradients: Gradients | None) -> Diagnosis:
 
 
 def _in_one_bit(again: Again, run: Run) -> Diagnosis | None:
+    returned = again.passed.flipped
+    if returned is not None and again.deterministic and not again.custom:
+        fact = (
+            "given the same, bit for bit, the model once returned another number in one bit "
+            f"({returned.flipped}): {in_words(returned)}"
+        )
+        found = _answer("hardware", 0.95, fact, remedy=for_device(run)[0], phase="forward")
+        return replace(found, module=again.passed.module or None)
     gradients = again.comparison.gradients
     first, bit = (None, None) if gradients is None else (gradients.first, gradients.bit)
     if gradients is None or first is None or bit is None or not gradients.alike or again.comparison.against:

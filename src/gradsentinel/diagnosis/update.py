@@ -13,10 +13,13 @@ from torch.optim import Optimizer
 
 from gradsentinel.diagnosis.rehearsal import Rehearsal, rehearse
 from gradsentinel.evidence import Diagnosis, Evidence
+from gradsentinel.measures.inspection import readable
 from gradsentinel.run import Run
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "dampening")
 EPS_REMEDY = "find what sets eps: a scheduler, a hook, a loaded optimizer state"
+SQUARES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
+"""What the optimizers of torch take the root of and add eps to; the first that there is counts."""
 _REHEARSED = 4
 """Bad parameters whose update is run again, until one shows it."""
 
@@ -38,6 +41,14 @@ def explain_update(evidence: Evidence, run: Run) -> Evidence:
     if rehearsed is None:
         return _without_eps(evidence, members) or _by_nobody_known(evidence, members)
     name, rehearsal = rehearsed
+    negative = next((_negative_square(p, o) for n, p, _, o in members if n == name), None)
+    if negative is not None:
+        fact, fixes = negative
+        return replace(
+            evidence,
+            message=f"{evidence.message}: {name}: {fact}",
+            diagnosis=_optimizer(0.9, name, rehearsal, (f"{name}: {fact}", f"{name}: {rehearsal}"), fixes),
+        )
     where = f"{name}:{rehearsal.key}" if rehearsal.key else name
     facts = (f"the optimizer makes {where} non-finite of finite numbers", str(rehearsal))
     remedies = (
@@ -45,6 +56,27 @@ def explain_update(evidence: Evidence, run: Run) -> Evidence:
         f"look at the settings of the group that {name} is in",
     )
     return replace(evidence, diagnosis=_optimizer(0.8, name, rehearsal, facts, remedies))
+
+
+@torch.no_grad()
+def _negative_square(parameter: Tensor, optimizer: Optimizer) -> tuple[str, tuple[str, ...]] | None:
+    """Return what is wrong with a running average of squares that is negative, and what to do about it."""
+    state = optimizer.state.get(parameter, {})
+    for key in SQUARES:
+        value = state.get(key)
+        if not isinstance(value, Tensor) or readable(value) is not None or value.is_complex():
+            continue
+        lowest = float(torch.nan_to_num(value.detach(), 0.0, 0.0, 0.0).min()) if value.numel() else 0.0
+        if lowest < 0:
+            fact = (
+                f"{key} holds negative values (down to {lowest:.4g}), which no sum of squares is: it was "
+                "loaded, averaged or written so"
+            )
+            return fact, (
+                "load the optimizer's state from an intact checkpoint, or reset it (optimizer.state.clear())",
+                f"find what made or changed {key}: merged or converted checkpoints, averages of states",
+            )
+    return None
 
 
 def _with_setting(

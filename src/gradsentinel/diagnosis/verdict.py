@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from gradsentinel.diagnosis.cause import sample_name
 from gradsentinel.diagnosis.findings import Findings, custom_of
 from gradsentinel.diagnosis.operands import bad_index, equation, place
 from gradsentinel.diagnosis.record import Call, Event
 from gradsentinel.diagnosis.replay import Computed
-from gradsentinel.diagnosis.rules import RULES, sample_name
+from gradsentinel.diagnosis.rules import RULES
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import Path, call_of
 from gradsentinel.evidence import Diagnosis

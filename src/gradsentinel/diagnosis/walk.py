@@ -33,7 +33,7 @@ class Path:
     route: tuple[Event, ...] = ()
     """From the origin to where it was found."""
     reached: tuple[str, ...] = ()
-    """The names of the parameters whose gradients are bad."""
+    """The names of the parameters whose gradients are bad, or of the buffers where no gradient is."""
 
     @property
     def origin(self) -> Event | None:
@@ -82,13 +82,13 @@ class _Search:
 
 
 def walk(trace: Trace, computed: Computed) -> Path | None:
-    """Return where the bad values began, or None if loss and gradients are finite.
+    """Return where the bad values began, or None if loss, gradients and watched buffers are finite.
 
     Values that no bad result depends on are never reached, so infinities that healthy code makes and
     masks do not count.
     """
     bad_loss = judge(computed.loss)
-    bad = {name: g for name, g in computed.gradients.items() if judge(g)}
+    bad = {name: g for name, g in computed.gradients.items() if judge(g)} or dict(computed.spoilt)
     if not bad_loss and not bad and not (computed.root is not None and judge(computed.root)):
         return None
     found: Mapping[str, Tensor] = {"": computed.loss} if bad_loss else bad or {"": computed.root}  # type: ignore[dict-item]
