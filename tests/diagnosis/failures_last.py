@@ -93,8 +93,8 @@ def lonely_node(model, b):
     return (out * degree[:, None]).pow(2).mean()
 
 
-@failure("a window in which nothing moves", **data, phase="forward", op="aten.div.Tensor", samples=(4,),
-         line="/ series.std",
+@failure("a window in which nothing moves", **{**data, "cause": "math"}, phase="forward", samples=(4,),
+         op="aten.div.Tensor", line="/ series.std",
          batch=lambda: ({"series": normal() * torch.tensor([1.0, 1, 1, 1, 0, 1])[:, None] + 2},
                         torch.arange(6)))  # fmt: skip
 def still_window(model, b):

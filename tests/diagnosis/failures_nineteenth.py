@@ -1,7 +1,7 @@
 """Zeros that a formula makes of whatever it is given, and such as only this batch has."""
 
 import torch
-from failures import failure, normal
+from failures import INF, failure, normal
 from torch import nn
 from torch.nn import functional
 
@@ -65,3 +65,78 @@ def nothing_kept(model, b):
 def large_fill(model, b):
     bias = (1 - b["keep"].half()) * -1e9
     return functional.softmax(model(b["x"]) + bias, 1)[:, 0].float().pow(2).mean()
+
+
+twentieth = {"round": 20, "phase": "forward"}
+
+
+@failure("the largest of an empty set", **twentieth, cause="data", op="aten.amax.default", line="amax(1,",
+         samples=(2,), batch=lambda: {"x": normal(), "n": torch.tensor([3, 1, 0, 2, 4, 2])})  # fmt: skip
+def largest_of_nothing(model, b):
+    gone = torch.arange(4)[None] >= b["n"][:, None]
+    return model(b["x"].masked_fill(gone, -INF).amax(1, keepdim=True).repeat(1, 4)).pow(2).mean()
+
+
+@failure("a label that the mask forbids", **twentieth, cause="data", op="aten._log_softmax.default",
+         line="cross_entropy", samples=(3,), field="y",
+         batch=lambda: {"x": normal(), "ok": torch.tensor([[True, True, True, False]]).repeat(6, 1),
+                        "y": torch.tensor([0, 1, 2, 3, 1, 0])})  # fmt: skip
+def forbidden_label(model, b):
+    return functional.cross_entropy(model(b["x"]).masked_fill(~b["ok"], -INF), b["y"])
+
+
+@failure("a choice that the mask forbids, gathered", **twentieth, cause="data",
+         op="aten._log_softmax.default", line="log_softmax", samples=(5,), field="move",
+         batch=lambda: {"x": normal(), "ok": torch.tensor([[True, True, True, False]]).repeat(6, 1),
+                        "move": torch.tensor([0, 1, 2, 2, 1, 3])})  # fmt: skip
+def forbidden_move(model, b):
+    scores = model(b["x"]).masked_fill(~b["ok"], -INF)
+    return -scores.log_softmax(1).gather(1, b["move"][:, None]).mean()
+
+
+@failure("every label is forbidden", **twentieth, cause="math", op="aten._log_softmax.default",
+         line="cross_entropy", batch=lambda: {"x": normal(), "y": torch.full((6,), 3)})  # fmt: skip
+def forbidden_class(model, b):
+    scores = model(b["x"]) + torch.tensor([0.0, 0, 0, -INF])
+    return functional.cross_entropy(scores, b["y"])
+
+
+def bags():
+    n = torch.tensor([2, 3, 1, 0, 2, 1])
+    return {"words": torch.arange(9) % 5, "starts": n.cumsum(0) - n, "length": n.float()}
+
+
+@failure("a bag without a word", **twentieth, cause="data", op="aten.div.Tensor", line='/ b["length"]',
+         samples=(3,), field="length", batch=bags,
+         model=lambda: nn.EmbeddingBag(5, 4, mode="sum"))  # fmt: skip
+def empty_bag(model, b):
+    return (model(b["words"], b["starts"]) / b["length"][:, None]).pow(2).mean()
+
+
+@failure("scaled by a range of nothing", **twentieth, cause="math", op="aten.div.Tensor",
+         line="/ (high - low)", samples=(1,), look="x",
+         batch=lambda: {"x": normal() * torch.tensor([1.0, 0, 1, 1, 1, 1])[:, None]})  # fmt: skip
+def no_range(model, b):
+    low, high = b["x"].amin(1, keepdim=True), b["x"].amax(1, keepdim=True)
+    return model((b["x"] - low) / (high - low)).pow(2).mean()
+
+
+@failure("a deviation by hand", **twentieth, cause="math", op="aten.div.Tensor", line="/ spread",
+         samples=(4,), batch=lambda: normal() * torch.tensor([1.0, 1, 1, 1, 0, 1])[:, None])  # fmt: skip
+def deviation_by_hand(model, x):
+    centred = x - x.mean(1, keepdim=True)
+    spread = centred.pow(2).mean(1, keepdim=True).sqrt()
+    return model(centred / spread).pow(2).mean()
+
+
+def two_at_once():
+    t = torch.tensor([[0.0, 1, 2, 4]]).repeat(6, 1)
+    t[2, 1] = t[2, 2]
+    return {"t": t, "v": normal()}
+
+
+@failure("two readings at one time", **twentieth, cause="data", op="aten.div.Tensor", line="/ gap",
+         samples=(2,), field="t", batch=two_at_once, model=lambda: nn.Linear(3, 1))  # fmt: skip
+def speed(model, b):
+    gap = b["t"][:, 1:] - b["t"][:, :-1]
+    return model((b["v"][:, 1:] - b["v"][:, :-1]) / gap).pow(2).mean()

@@ -89,8 +89,9 @@ def empty_bag(model, b):
     return (model(b["ids"], b["start"]) / b["n"][:, None]).pow(2).mean()
 
 
-@failure("rewards that are all alike, standardised", **data, phase="forward", op="aten.div.Tensor",
-         batch=lambda: {"x": normal(), "reward": torch.ones(6)}, line="/ r.std()", samples=None)  # fmt: skip
+@failure("rewards that are all alike, standardised", **{**data, "cause": "math"}, phase="forward",
+         op="aten.div.Tensor", batch=lambda: {"x": normal(), "reward": torch.ones(6)},
+         line="/ r.std()", samples=None)  # fmt: skip
 def alike(model, b):
     r = b["reward"]
     return (model(b["x"])[:, 0] * ((r - r.mean()) / r.std())).mean()

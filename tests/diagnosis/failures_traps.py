@@ -38,8 +38,8 @@ def with_ids():
     return {"x": x, "id": ["a.png", "b.png", "c.png", "d.png", "e.png", "f.png"]}
 
 
-@failure("an image of nothing, with names", **eighth, batch=with_ids, cause="data", phase="forward",
-         op="aten.div.Tensor", line='/ b["x"].norm', samples=(1,), field="x")  # fmt: skip
+@failure("an image of nothing, with names", **eighth, batch=with_ids, cause="math", phase="forward",
+         op="aten.div.Tensor", line='/ b["x"].norm', samples=(1,), look="x")  # fmt: skip
 def named_images(model, b):
     return model(b["x"] / b["x"].norm(dim=1, keepdim=True)).pow(2).mean()
 

@@ -253,3 +253,39 @@ def test_a_negative_square_was_not_made_by_a_step(kind, key, run_dir):
     assert f"{key} holds negative values" in found.evidence[0]
     assert "intact checkpoint" in found.remedy[0]
     assert not any("clip" in text for text in found.remedy)
+
+
+def with_squares(spoil, run_dir):
+    """Train a little, let something happen to the running squares in the third step; return the diagnosis."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sentinel = Sentinel(model, optimizer, callbacks=[NanCallback()], run_dir=run_dir)
+    try:
+        with sentinel:
+            for number, batch in enumerate(sentinel.steps([torch.randn(8, 4) for _ in range(4)])):
+                sentinel.backward(model(batch).pow(2).mean())
+                if number == 2:
+                    spoil(optimizer.state[model[0].weight]["exp_avg_sq"].flatten())
+                sentinel.step()
+    except TrainingAborted:
+        pass
+    (incident,) = sentinel.incidents
+    assert incident.step == 2
+    return incident.diagnosis
+
+
+def test_one_flipped_sign_of_a_running_square_is_the_devices(run_dir):
+    """Without its sign it is like the others, and the step before it was fine."""
+
+    def flip(square):
+        flip.place = int(square.argsort()[square.numel() // 2])
+        square.view(torch.int32)[flip.place] ^= -(1 << 31)
+
+    found = with_squares(flip, run_dir)
+    assert (found.cause, found.op) == ("hardware", "aten.sqrt.default")
+    assert f"exp_avg_sq, number {flip.place}, is negative" in found.evidence[0]
+
+
+@pytest.mark.parametrize("spoil", [lambda s: s.mul_(-1), lambda s: s[0].fill_(-0.5)])
+def test_squares_that_a_program_has_spoilt_are_not_the_devices(spoil, run_dir):
+    assert with_squares(spoil, run_dir).cause == "optimizer"

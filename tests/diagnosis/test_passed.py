@@ -386,3 +386,25 @@ def test_one_element_that_arithmetic_changes_is_no_flipped_bit(change, struck):
 
     loop.calls = 0
     assert struck(network(), loop=loop).diagnosis.cause != "hardware"
+
+
+def _changes_weights(model):
+    model.weight = model.bias = None
+
+
+TRAININGS = {"another": _changes_weights, "one more": lambda model: setattr(model, "bias", 1)}
+"""What a program may do elsewhere, in a training of its own."""
+
+
+def _trainings(struck):
+    for name in list(TRAININGS)[:1]:  # as a program that tries one after the other does
+        if name == "none of them":
+            TRAININGS[name](None)
+        return struck(network(), device=Failing(addmm, puts((3, 1), NAN)))
+    return None
+
+
+def test_what_a_program_does_in_other_trainings_is_no_part_of_this_one(struck):
+    """The function that holds the loop is called by one that could call others: not within a step."""
+    found = _trainings(struck).diagnosis
+    assert (found.cause, found.confidence) == ("hardware", 0.7)

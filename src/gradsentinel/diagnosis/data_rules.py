@@ -84,6 +84,21 @@ def infinite_records(found: Findings) -> Cause | None:
     return Cause("data", 0.8, why, remedy.for_samples(found, found.guilty_rows, field))
 
 
+def forbidden_choice(found: Findings) -> Cause | None:
+    """Records whose label, or index, chooses what a mask forbids."""
+    rows = found.guilty_rows
+    few = 2 * len(rows) <= (found.size or 0)
+    if found.choice is None or not rows or not few or found.finite_without_rows is not True:
+        return None
+    who = fold([sample_name(found, row) for row in rows])
+    named = [field for field in found.fields if field]
+    what = fold(named) if named else "a whole number"
+    why = (
+        f"{what} of {who} chooses what the mask forbids (-inf); with another record in its place it is finite"
+    )
+    return Cause("data", 0.75, why, remedy.for_samples(found, rows, named[0] if len(named) == 1 else ""))
+
+
 def outlier(found: Findings) -> Cause | None:
     """Samples far from all others that make the step overflow, and without which it is finite."""
     suspects = set(found.rows)
@@ -122,11 +137,17 @@ def far_from_the_others(found: Findings) -> Cause | None:
 def data_alone(found: Findings) -> Cause | None:
     """The operand that makes it singular comes from the batch and from no parameter.
 
-    But zeros that are there whatever the batch holds are made by the formula: a distance of each point to
-    itself.
+    But a formula has to bear values that are equal, and zeros that are there whatever the batch holds it
+    makes itself: a distance of each point to itself.
     """
     if not found.by_batch_alone:
         return None
+    if found.by_equal_values:
+        why = (
+            "it is singular at a deviation or a norm of 0: values that are equal, which a batch may hold"
+            f"{samples_in_words(found)}"
+        )
+        return Cause("math", 0.75, why, (*remedy.for_math(found), *remedy.for_data(found)[:1]))
     if found.singular_for_any_batch:
         why = (
             "with every value of the batch moved a little the same elements are singular: the formula makes "

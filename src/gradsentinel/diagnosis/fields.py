@@ -37,6 +37,9 @@ def _guilty_bits(found: Findings) -> int:
     empty = [bits for tensor, bits in given if tensor.numel() == 0]
     if empty:
         return _together(empty)
+    if found.choice is not None:
+        chosen = zip(tensors_of(found.choice), found.choice.argument_origins, strict=False)
+        return _together(bits for tensor, bits in chosen if not tensor.is_floating_point())
     if found.name.startswith("nll_loss"):
         return _together(bits for _, bits in given[_TARGETS_FIRST : _TARGETS_FIRST + 1])
     if "ctc_loss" in found.name or found.name.startswith("segment_reduce"):

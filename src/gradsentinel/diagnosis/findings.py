@@ -15,6 +15,7 @@ from gradsentinel.diagnosis.memory import bad_mask
 from gradsentinel.diagnosis.operands import Operand, bad_index, bad_rows, operands_of, tensors_of
 from gradsentinel.diagnosis.record import FROM_BATCH, FROM_PARAMETERS, Call, Event
 from gradsentinel.diagnosis.replay import Computed
+from gradsentinel.diagnosis.spread import LENGTH
 from gradsentinel.diagnosis.swap import NARROW, batch_size, tensors_by_path
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import Path, call_of
@@ -26,6 +27,8 @@ _SUMS = frozenset(
     | {"mkldnn_convolution", "mm", "mv", "sum"}
 )
 """Operators that add up products, or numbers."""
+_CHOOSE = frozenset({"gather", "index", "index_select", "take"})
+"""Operators that take out what whole numbers say."""
 _DIVISIONS = frozenset({"div", "true_divide", "remainder", "fmod"})
 
 
@@ -127,6 +130,9 @@ class Findings:
         Where infinities did no harm in most of them, those in which a NaN was made of them.
         """
         rows = self._rows_of(self.origin)
+        chosen = self.choice
+        if chosen is not None:
+            return self._chosen(chosen)
         nan = self.path.first_nan
         harmed = [] if nan is None or nan is self.origin else self._rows_of(nan)
         return harmed if harmed and set(harmed) < set(rows) else rows
@@ -165,6 +171,30 @@ class Findings:
         """True if what makes the operator singular was computed from the batch and from no parameter."""
         singular = self.singular_origin()
         return bool(singular & FROM_BATCH) and not singular & FROM_PARAMETERS
+
+    @property
+    def choice(self) -> Event | None:
+        """The operator by which whole numbers of the batch chose infinities that a mask had put there."""
+        return next((event for event in self.path.route if self._chosen(event)), None)
+
+    def _chosen(self, event: Event) -> list[int]:
+        """Return the samples for which an operator chose an infinity by whole numbers of the batch."""
+        if not event.args or not event.edges or not all(edge.lawful for edge in event.edges):
+            return []
+        name = event.function.overloadpacket.__name__
+        given = list(zip(tensors_of(event), event.argument_origins, strict=False))
+        numbers = [tensor for tensor, bits in given if not tensor.is_floating_point() and bits & FROM_BATCH]
+        if not numbers:
+            return []
+        if name.startswith("nll_loss") and name.endswith("forward"):
+            return _rows_chosen(event, self.size)
+        return self._rows_of(event) if name in _CHOOSE else []
+
+    @property
+    def by_equal_values(self) -> bool:
+        """True if it failed at a deviation, a norm or a distance of 0: values that are equal, or all 0."""
+        place = 1 if self.name in _DIVISIONS else 0
+        return self.origin.argument_measures[place : place + 1] == (LENGTH,) and self.singular_at_zero()
 
     def singular_at_zero(self) -> bool:
         """Return True if an elementwise operator failed just where its operand, or divisor, is 0."""
@@ -248,6 +278,23 @@ def custom_of(event: Event, computed: Computed) -> str | None:
     known = computed.nodes.get(event.sequence)
     inside = known is not None and known[1] and event.in_no_grad and not event.backward
     return known[0] if inside and known is not None else None
+
+
+@torch.no_grad()
+def _rows_chosen(event: Event, size: int | None) -> list[int]:
+    """Return the samples whose label chose an infinity, by the arguments of a negative log-likelihood."""
+    logarithms, target = event.args[0], event.args[1]
+    ignored = event.args[4] if len(event.args) > 4 else -100
+    counts = target != ignored
+    picked = logarithms.gather(
+        -1 if logarithms.dim() == 1 else 1,
+        target.where(counts, 0).unsqueeze(-1 if logarithms.dim() == 1 else 1),
+    )
+    bad = torch.isinf(picked).reshape(counts.shape) & counts
+    if not bad.dim() or not size or bad.shape[0] % size:
+        return []
+    rows: list[int] = bad.reshape(size, -1).any(1).nonzero().flatten().tolist()
+    return rows
 
 
 @torch.no_grad()

@@ -240,6 +240,10 @@ class Investigation:
                 continue
             self._progress.stage("without the suspicious samples")
             findings.finite_without_rows = swap.finite_without(self._replay, microbatch, rows, size)
+            if not findings.finite_without_rows and len(findings.fields) == 1 and self._time_left():
+                # As a whole they may not fit among the others: lengths, offsets, edges of a graph.
+                field_alone = swap.finite_without(self._replay, microbatch, rows, size, findings.fields[0])
+                findings.finite_without_rows = field_alone or findings.finite_without_rows
             if findings.finite_without_rows and rows is far:
                 alone = self._cures(findings, outliers, size)
                 findings.outliers = outliers if alone is None else {alone: outliers[alone]}

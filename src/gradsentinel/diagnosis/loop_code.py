@@ -6,7 +6,7 @@ import dis
 import inspect
 import sys
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -32,6 +32,7 @@ _UNNAMED = frozenset({"__call__", "__enter__", "__exit__"})
 _MOST_HELD = 64
 """So many functions of a container are read."""
 _DEEPEST = 3
+_OURS = __name__.partition(".")[0]
 _STREAMS = frozenset({"Stream", "stream", "wait_stream", "set_stream", "record_stream"})
 _FRAME_AND_US = 3
 """References to a frame's dictionary: the frame's, ours, and that of the one who counts."""
@@ -50,18 +51,16 @@ class LoopCode:
     def __init__(self, known: Iterable[types.FunctionType]) -> None:
         self._known = ours = {function.__code__ for function in known}
         frames = [frame for frame in _loop_frames() if frame.f_code not in ours]
+        frames = frames[: _outermost(frames) + 1]
         self._loops = [loop_around(frame) for frame in frames]
         self._running = [(frame.f_code, _values_of(frame)) for frame in frames]
         reached: list[types.FunctionType] = []
         stepping: list[types.FunctionType] = []
-        # What runs the function with the outermost loop does nothing within a step.
-        outermost = max((number for number, loop in enumerate(self._loops) if loop), default=len(frames))
         for number, (frame, (code, values)) in enumerate(zip(frames, self._running, strict=True)):
             known_by = {**frame.f_globals, **values}
             _reach(_loaded(code), known_by, reached)
-            if number <= outermost:
-                _reach(_loaded(code, self._loops[number]), known_by, stepping)
-        self._step = list(zip(self._running, self._loops, strict=True))[: outermost + 1]
+            _reach(_loaded(code, self._loops[number]), known_by, stepping)
+        self._step = list(zip(self._running, self._loops, strict=True))
         self._functions = self._of_the_users(reached)
         self._stepping = self._of_the_users(stepping)
         """Those that a step runs: not what the loop's function calls before its loop begins."""
@@ -163,6 +162,33 @@ def _loop_frames() -> list[types.FrameType]:
             break  # what runs the program: a launcher, a test runner
         frame = frame.f_back
     return found
+
+
+def _outermost(frames: Sequence[types.FrameType]) -> int:
+    """Return the number of the frame that no other one does anything beside within a step.
+
+    That is the outermost one with a loop that uses something of ours, or else with any loop: what has called
+    it waits until all its steps are done, a program that tries one training after the other, say.
+    """
+    loops = [
+        (number, loop) for number, frame in enumerate(frames) if (loop := loop_around(frame)) is not None
+    ]
+    watched = [number for number, loop in loops if _uses_ours(frames[number], loop)]
+    return max(watched or [number for number, _ in loops], default=len(frames))
+
+
+def _uses_ours(frame: types.FrameType, loop: tuple[int, int]) -> bool:
+    names = _loaded(frame.f_code, loop)
+    known_by = {**frame.f_globals, **_values_of(frame)}
+    named = [value for name in names & known_by.keys() if answers(value := known_by[name])]
+    held = [
+        value
+        for one in named
+        if is_own(type(one)) and isinstance(attributes := getattr(one, "__dict__", None), dict)
+        for name, value in attributes.items()
+        if name in names
+    ]
+    return any(type(value).__module__.partition(".")[0] == _OURS for value in (*named, *held))
 
 
 def _values_of(frame: types.FrameType) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class Cell:
     """True if all of it was looked at, and was finite, before any operator wrote to it."""
     whole: Badness | None = None
     """What all of it holds, if it was looked at since it was written last."""
+    measures: str = ""
+    """What its numbers measure: see `spread.measure_of`."""
     leaf: str = ""
     """Where the tensor comes from if no operator made it: 'parameter w', 'batch x', 'constant'."""
 

@@ -68,6 +68,8 @@ class Event:
     mask_origin: int = 0
     """Bits: what its boolean inputs were computed from."""
     argument_origins: tuple[int, ...] = ()
+    argument_measures: tuple[str, ...] = ()
+    """What its tensor arguments measure: see `spread.measure_of`."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     results: tuple[Tensor, ...] = ()

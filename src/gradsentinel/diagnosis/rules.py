@@ -172,6 +172,7 @@ RULES: tuple[Rule, ...] = (
     data_rules.nothing_to_average,
     data_rules.impossible_alignment,
     data_rules.infinite_records,
+    data_rules.forbidden_choice,
     _masked,
     _literal,
     data_rules.outlier,

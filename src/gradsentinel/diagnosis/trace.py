@@ -17,6 +17,7 @@ from gradsentinel.diagnosis.memory import Badness, Memory, bad_mask, judge
 from gradsentinel.diagnosis.operands import running_statistics
 from gradsentinel.diagnosis.record import FIELDS, FROM_BATCH, FROM_BUFFERS, FROM_PARAMETERS, Call, Edge, Event
 from gradsentinel.diagnosis.source import user_line
+from gradsentinel.diagnosis.spread import measure_of
 from gradsentinel.measures.bounds import bounds
 from gradsentinel.wording import plain_name
 
@@ -194,13 +195,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         custom = self._custom(func, node if backward else None)
         if self._is_view(func, inputs, outputs):
             return
+        measures = tuple("" if (cell := self.memory.known(t)) is None else cell.measures for t in inputs)
+        measure = measure_of(func, given[0], measures)
         origin = 0
         for bits in origins:
             origin |= bits
         badness: list[Badness] = [judge(output) for output in outputs]
         total = Badness(any(b.nan for b in badness), any(b.inf for b in badness))
         if not (total or any(not edge.lawful for edge in edges)):
-            self._wrote(outputs, origin, badness)
+            self._wrote(outputs, origin, badness, measure=measure)
             return
         call = self._call(backward=True) if backward else self._on_behalf_of(self._call(backward=False))
         numbers = [x for x in tree_leaves(given) if isinstance(x, float) and not math.isfinite(x)]
@@ -235,6 +238,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origin=origin,
             lawful=lawful,
             argument_origins=origins,
+            argument_measures=measures,
             mask_origin=mask_origin,
         )
         # An infinity of a mask that is still there after a reduction may be a row that is masked as a whole.
@@ -246,7 +250,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event.results = tuple(o for o, b in zip(outputs, badness, strict=True) if b)
         self.events.append(event)
         for output, bad in zip(outputs, badness, strict=True):
-            self._wrote([output], origin, [bad], event if bad else None)
+            self._wrote([output], origin, [bad], event if bad else None, measure=measure)
 
     def _call(self, *, backward: bool) -> Call:
         return Call(self._stack[-1] if self._stack else (None if backward else ""), user_line(3))
@@ -286,7 +290,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return name
 
     def _wrote(
-        self, outputs: Iterable[Tensor], origin: int, badness: Iterable[Badness], event: Event | None = None
+        self,
+        outputs: Iterable[Tensor],
+        origin: int,
+        badness: Iterable[Badness],
+        event: Event | None = None,
+        *,
+        measure: str,
     ) -> None:
         for output, bad in zip(outputs, badness, strict=True):
             cell = self.memory.cell(output, made=True)
@@ -294,6 +304,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             self.memory.wrote(cell, output, bad)
             cell.origin |= origin
+            cell.measures = measure
             if event is not None:
                 cell.writer, cell.lawful = event.index, event.lawful
 

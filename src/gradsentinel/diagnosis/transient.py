@@ -24,6 +24,8 @@ from gradsentinel.run import Run
 FINITE = (Kind.MAGNITUDE, Kind.SPIKE)
 _ORDINARY = 2.0**16
 """Arithmetic that doubles, halves or unscales a gradient stays below that; flipped exponent bits do not."""
+_ACCUMULATES = "aten.add_.Tensor"
+"""By which a further micro-batch's gradient is added."""
 _LOOK_BACK = 8
 """Earlier incidents that are looked at: what comes back at the same place is no accident."""
 
@@ -135,10 +137,11 @@ def _added_up(again: Again) -> Diagnosis | None:
     fact = f"the gradient of {name} is finite for each micro-batch, the sum of all exceeds {dtype}"
     if total[name].dtype in (torch.float16, torch.bfloat16):
         fix = "accumulate gradients in float32, or divide the loss by the number of micro-batches first"
-        return _answer("precision", 0.9, fact, remedy=fix, phase="reduce")
-    return _answer(
-        "math", 0.8, fact, remedy="clip each micro-batch, or lower the learning rate", phase="reduce"
-    )
+        found = _answer("precision", 0.9, fact, remedy=fix, phase="reduce")
+    else:
+        fix = "clip each micro-batch, or lower the learning rate"
+        found = _answer("math", 0.8, fact, remedy=fix, phase="reduce")
+    return replace(found, op=_ACCUMULATES)
 
 
 def _unwritten(again: Again) -> Diagnosis | None:

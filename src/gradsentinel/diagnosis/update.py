@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsentinel.diagnosis.rehearsal import Rehearsal, rehearse
+from gradsentinel.diagnosis.remedy import for_device
 from gradsentinel.evidence import Diagnosis, Evidence
 from gradsentinel.measures.inspection import readable
 from gradsentinel.run import Run
@@ -20,6 +21,8 @@ _SETTINGS = ("lr", "weight_decay", "momentum", "dampening")
 EPS_REMEDY = "find what sets eps: a scheduler, a hook, a loaded optimizer state"
 SQUARES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 """What the optimizers of torch take the root of and add eps to; the first that there is counts."""
+_FEW = 8
+"""Fewer other elements do not show what is usual."""
 _REHEARSED = 4
 """Bad parameters whose update is run again, until one shows it."""
 
@@ -41,8 +44,12 @@ def explain_update(evidence: Evidence, run: Run) -> Evidence:
     if rehearsed is None:
         return _without_eps(evidence, members) or _by_nobody_known(evidence, members)
     name, rehearsal = rehearsed
-    negative = next((_negative_square(p, o) for n, p, _, o in members if n == name), None)
-    if negative is not None:
+    owner = next(((p, o) for n, p, _, o in members if n == name), None)
+    negative = None if owner is None else _negative_square(*owner)
+    if negative is not None and owner is not None:
+        flipped = _flipped_sign(*owner) if run.iteration > 0 else None
+        if flipped is not None:  # no later than the last step, which would have failed by it, too
+            return replace(evidence, diagnosis=_by_device(run, name, rehearsal, flipped))
         fact, fixes = negative
         return replace(
             evidence,
@@ -77,6 +84,33 @@ def _negative_square(parameter: Tensor, optimizer: Optimizer) -> tuple[str, tupl
                 f"find what made or changed {key}: merged or converted checkpoints, averages of states",
             )
     return None
+
+
+@torch.no_grad()
+def _flipped_sign(parameter: Tensor, optimizer: Optimizer) -> str | None:
+    """Return which single running square is negative and otherwise like the others; None if none is."""
+    found = []
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if key in SQUARES and isinstance(value, Tensor) and readable(value) is None:
+            flat = value.detach().flatten()
+            below = (flat < 0).nonzero().flatten().tolist()
+            sizes = flat[torch.isfinite(flat) & (flat > 0)]
+            found += [(key, flat, place, sizes) for place in below]
+    if len(found) != 1:
+        return None
+    key, flat, place, sizes = found[0]
+    size = -float(flat[place])
+    if sizes.numel() < _FEW or not float(sizes.min()) <= size <= float(sizes.max()):
+        return None
+    return (
+        f"one single element of {key}, number {place}, is negative ({-size:.4g}), and without its sign it is "
+        "like the others; the step before was fine: its sign bit was flipped since"
+    )
+
+
+def _by_device(run: Run, name: str, rehearsal: Rehearsal, fact: str) -> Diagnosis:
+    facts = (f"{name}: {fact}", f"{name}: {rehearsal}")
+    return replace(_optimizer(0.7, name, rehearsal, facts, for_device(run)), cause="hardware")
 
 
 def _with_setting(

@@ -12,6 +12,8 @@ from gradsentinel.diagnosis.record import Call, Edge, Event
 from gradsentinel.diagnosis.replay import Computed
 from gradsentinel.diagnosis.trace import Trace
 
+_REDUCTIONS = frozenset({"amax", "amin", "aminmax", "logsumexp", "max", "min"})
+
 
 @dataclass(slots=True, kw_only=True)
 class Path:
@@ -106,11 +108,7 @@ def walk(trace: Trace, computed: Computed) -> Path | None:
         search.run(starts)
         _prefer_survivor(trace.events, search)
     origins = tuple(search.origins[index] for index in sorted(search.origins))
-    hidden = _forward_of(trace, origins[0]) if origins else None
-    if hidden is not None:
-        search.parents[hidden.index] = origins[0].index
-        search.reentries[hidden.index] = origins[0]
-        origins = (hidden, *origins)
+    origins = _further_back(trace, search, origins) if origins else origins
     path = Path(origins=origins, from_loss=bool(bad_loss), reached=tuple(bad))
     path.leaves = tuple(search.leaves.values())
     path.reader = next(iter(search.readers.values()), None)
@@ -125,6 +123,43 @@ def walk(trace: Trace, computed: Computed) -> Path | None:
         hiding = (e for e in trace.events if not e.badness and not e.backward)
         path.absorbers = tuple(event for event in hiding if event.index in touched)
     return path
+
+
+def _further_back(trace: Trace, search: _Search, origins: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Return the operators to blame, the first one that which the first that was found only follows from."""
+    first = origins[0]
+    hidden = _forward_of(trace, first)
+    if hidden is not None:
+        search.parents[hidden.index] = first.index
+        search.reentries[hidden.index] = first
+        return (hidden, *origins)
+    emptied = _emptied_row(trace.events, first)
+    if emptied is None:
+        return origins
+    search.parents.setdefault(emptied.index, first.index)
+    search.nan_makers[first.index] = first
+    return (emptied, *origins[1:])
+
+
+def _emptied_row(events: list[Event], origin: Event) -> Event | None:
+    """Return the reduction that found nothing but a mask's infinities, if the origin made NaN of its result.
+
+    The maximum of a set of which nothing is left is -inf; what multiplies with it is no fault of its own.
+    """
+    if origin.backward or not origin.edges or not all(edge.lawful for edge in origin.edges):
+        return None
+    waiting, seen, found = [edge.writer for edge in origin.edges], set[int](), None
+    while waiting:
+        index = waiting.pop()
+        if index is None or index in seen:
+            continue
+        seen.add(index)
+        event = events[index]
+        name = event.function.overloadpacket.__name__
+        if name in _REDUCTIONS and event.lawful and event.edges and event.results:
+            found = event if found is None or event.index < found.index else found
+        waiting += [edge.writer for edge in event.edges if edge.lawful]
+    return found
 
 
 def _prefer_survivor(events: list[Event], search: _Search) -> None:
