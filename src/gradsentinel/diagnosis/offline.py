@@ -12,10 +12,10 @@ from gradsentinel.decision import Kind
 from gradsentinel.diagnosis import swap
 from gradsentinel.diagnosis.diagnose import FINITE, NONFINITE, diagnose
 from gradsentinel.diagnosis.replay import Computed, Replay
-from gradsentinel.diagnosis.scan import scan
+from gradsentinel.diagnosis.scan import scan, spoilt_by_forward
 from gradsentinel.diagnosis.stage import Stage
 from gradsentinel.evidence import Diagnosis, Evidence
-from gradsentinel.incident import Incident, fold
+from gradsentinel.incident import OF_THIS_STEP, Incident, fold
 from gradsentinel.measures.inspection import nonfinite_in
 
 _REPLAYED = NONFINITE | FINITE | {Kind.NONFINITE_INPUT}
@@ -36,7 +36,7 @@ class Outcome:
     wide: list[Computed] = field(default_factory=list)
     """The same, where everything narrower was computed in float32 and came out finite."""
     state: list[str] = field(default_factory=list)
-    """What the optimizer left behind that is not finite, if that is what the incident is about."""
+    """What optimizer or forward pass left behind that is not finite, if the incident is about that."""
 
     @property
     def finite(self) -> bool:
@@ -56,6 +56,11 @@ class Outcome:
         return ", ".join(said)
 
 
+def by_update(incident: Incident) -> bool:
+    """Return True if it is about what the optimizer left behind, not what a forward pass has spoilt."""
+    return incident.kind in STATE_KINDS and not spoilt_by_forward(incident)
+
+
 def reason_against(incident: Incident) -> str | None:
     """Return why one process cannot repeat an incident, or None if it can."""
     if incident.kind in _REPLAYED | STATE_KINDS:
@@ -71,10 +76,11 @@ def compute(stage: Stage) -> Outcome:
     Raises:
         Exception: whatever the user's code raises.
     """
-    if stage.bundle.incident.kind in STATE_KINDS and not stage.fixed:
+    buffers = spoilt_by_forward(stage.bundle.incident)
+    if by_update(stage.bundle.incident) and not stage.fixed:
         left = [*stage.run.host.named_parameters(), *stage.run.health.moments()]
         return Outcome(state=[entry.name for entry in nonfinite_in(left)])
-    replay = Replay(stage.run)
+    replay = Replay(stage.run, buffers=buffers)
     outcome = Outcome()
     with replay.sheltered():
         for microbatch in replay.microbatches:
@@ -82,6 +88,7 @@ def compute(stage: Stage) -> Outcome:
             outcome.computed.append(computed)
             outcome.losses += [microbatch.index for _ in nonfinite_in([("loss", computed.loss)])]
             outcome.gradients += [entry.name for entry in nonfinite_in(computed.gradients.items())]
+            outcome.state += [name for name in computed.spoilt if name not in outcome.state]
     if outcome.finite:
         total = total_gradients(outcome.computed)
         outcome.gradients = [entry.name for entry in nonfinite_in(total.items())]
@@ -101,7 +108,7 @@ def total_gradients(computed: Sequence[Computed]) -> dict[str, Tensor]:
 
 def compute_in_wide(stage: Stage) -> list[Computed]:
     """Compute the step with half-precision operators in float32; empty if that fails, or is not finite."""
-    replay = Replay(stage.run)
+    replay = Replay(stage.run, buffers=spoilt_by_forward(stage.bundle.incident))
     with replay.sheltered():
         found = [swap.compute_in_wide(replay, microbatch) for microbatch in replay.microbatches]
     computed = [one for one in found if one is not None and swap.is_finite(one)]
@@ -112,15 +119,18 @@ def judge(stage: Stage) -> Diagnosis | None:
     """Return the verdict on the step, by the rules of the run itself; None if there is none."""
     incident, run = stage.bundle.incident, stage.run
     kind = Kind.NONFINITE_LOSS if incident.kind is Kind.NONFINITE_INPUT else incident.kind
+    buffers = spoilt_by_forward(incident)
+    details = {OF_THIS_STEP: True} if buffers else {}
     evidence = Evidence(
         kind=kind,
         action=incident.action,
         message=incident.message,
         tensors=incident.tensors,
         microbatch=incident.microbatch,
+        details=details,
     )
     found = scan(evidence, run).diagnosis
-    if found is not None or incident.kind not in _REPLAYED:
+    if found is not None or (incident.kind not in _REPLAYED and not buffers):
         return found
     fresh = Incident(
         id=incident.id,
@@ -128,7 +138,9 @@ def judge(stage: Stage) -> Diagnosis | None:
         kind=kind,
         action=incident.action,
         message=incident.message,
+        tensors=incident.tensors,
         microbatch=incident.microbatch,
+        details=details,
     )
     diagnose(fresh, run)
     return fresh.diagnosis

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,15 +164,21 @@ def place(index: tuple[int, ...], shape: tuple[int, ...], batch_size: int | None
     return f"{text} ({', '.join(f'{name} {i}' for name, i in zip(names, index, strict=True))})"
 
 
-def running_statistics(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return what batch norm writes to beside its results; its schema does not say so."""
+def places_of_statistics(func: Any, args: Sequence[Any]) -> list[int]:
+    """Return which arguments batch norm writes to beside its results; its schema does not say so."""
     names = [argument.name for argument in func._schema.arguments]
     if "running_mean" not in names or "backward" in func.overloadpacket.__name__:
         return []
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = dict(zip(names, args, strict=False))
     if not given.get("training", given.get("train", True)):
         return []
-    return [x for name in ("running_mean", "running_var") if isinstance(x := given.get(name), Tensor)]
+    places = [names.index(name) for name in ("running_mean", "running_var") if name in given]
+    return [place for place in places if isinstance(args[place], Tensor)]
+
+
+def running_statistics(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that batch norm writes to beside its results."""
+    return [args[place] for place in places_of_statistics(func, args)]
 
 
 def finite_again(event: Event, device: torch.device | None = None) -> bool | None:
@@ -182,7 +188,7 @@ def finite_again(event: Event, device: torch.device | None = None) -> bool | Non
     """
     if not (event.args or event.kwargs) or event.function._schema.is_mutable:
         return None
-    if running_statistics(event.function, event.args, event.kwargs):
+    if running_statistics(event.function, event.args):
         return None  # what it writes to them is no result of it
 
     def moved(value: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradsentinel.diagnosis.operands import bad_index
+from gradsentinel.diagnosis.operands import bad_index, running_statistics
 from gradsentinel.diagnosis.record import Event
 from gradsentinel.diagnosis.storable import nbytes
 from gradsentinel.measures.inspection import parts_of
@@ -133,7 +133,7 @@ def find(name: str) -> Any:
 
 def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Run an operator on copies of what it would overwrite; return the tensors it made or wrote."""
-    if function._schema.is_mutable:
+    if function._schema.is_mutable or running_statistics(function, args):
         args, kwargs = tree_map(_cloned, (tuple(args), dict(kwargs)))
     with torch.no_grad():
         result = function(*args, **kwargs)
@@ -142,7 +142,7 @@ def run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
         schema = function._schema.arguments
         written = [a for a, s in zip(args, schema, strict=False) if s.alias_info and s.alias_info.is_write]
         outputs = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
-    return outputs
+    return outputs + running_statistics(function, args)
 
 
 def shows(call: OperatorCall, outputs: Sequence[Tensor]) -> bool:

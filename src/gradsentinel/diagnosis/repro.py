@@ -18,6 +18,7 @@ import torch
 from gradsentinel._version import __version__
 from gradsentinel.diagnosis.custom import FunctionCall
 from gradsentinel.diagnosis.lost import Lost
+from gradsentinel.diagnosis.operands import places_of_statistics
 from gradsentinel.diagnosis.operator import STANDARD, CannotRun, OperatorCall, find
 from gradsentinel.diagnosis.repro_template import PROGRAM
 from gradsentinel.diagnosis.stored_call import NAMED, VIEW
@@ -77,6 +78,7 @@ def write_program(
         "RAN_ON": call.device,
         "POINTWISE": torch.Tag.pointwise in operator_called.tags,
         "WRITTEN": _written(operator_called),
+        "STATISTICS": places_of_statistics(operator_called, call.args),
         "FUNCTION": None if function is None else (function.module, function.qualname),
         "IN_SCRIPT": function is not None and function.in_script,
         "BACKWARD": function is not None and function.backward,

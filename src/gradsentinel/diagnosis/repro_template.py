@@ -73,11 +73,12 @@ def main():
         print(f"{OPERATOR} is not known here. Import the module that makes it: --import {SCRIPT or 'NAME'}")
         return 2
     inputs = leaves([args, kwargs])
-    inputs = [tensor.clone() for tensor in inputs] if WRITTEN else inputs  # it overwrites some of them
+    inputs = [tensor.clone() for tensor in inputs] if WRITTEN or STATISTICS else inputs  # it overwrites some
     describe("input", inputs)
     with memory_filled(FILL), torch.no_grad():
         result = operator(*args, **kwargs)
     outputs = leaves(result) or leaves([args[number] for number in WRITTEN])
+    outputs += leaves([args[number] for number in STATISTICS])
     return report(outputs, inputs, EXPECTED)
 
 

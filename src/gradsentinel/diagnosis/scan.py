@@ -40,7 +40,7 @@ def scan(evidence: Evidence, run: Run) -> Evidence:
 def spoilt_by_forward(found: Evidence | Incident) -> bool:
     """Return True if the forward pass of this very step has made buffers non-finite."""
     known = found.diagnosis
-    by_forward = known is None or known.phase in (None, "forward")
+    by_forward = known is None or known.phase != "optimizer"
     return found.kind is Kind.NONFINITE_STATE and bool(found.details.get(OF_THIS_STEP)) and by_forward
 
 

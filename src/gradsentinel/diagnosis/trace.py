@@ -150,7 +150,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mask_origin = 0
         for tensor, (cell, _) in given:
             mask_origin |= cell.origin if cell is not None and tensor.dtype is torch.bool else 0
-        statistics = running_statistics(func, args, kwargs)
+        statistics = running_statistics(func, args)
         kept_args, kept_kwargs = _before_overwriting(func, args, kwargs, statistics)
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -15,7 +15,7 @@ from gradsentinel.decision import Kind
 from gradsentinel.diagnosis import transient
 from gradsentinel.diagnosis.bundle import Bundle
 from gradsentinel.diagnosis.diagnose import FINITE
-from gradsentinel.diagnosis.offline import STATE_KINDS, Outcome, compute, judge, total_gradients
+from gradsentinel.diagnosis.offline import STATE_KINDS, Outcome, by_update, compute, judge, total_gradients
 from gradsentinel.diagnosis.operator import CannotRun, find, run, shows
 from gradsentinel.diagnosis.stage import Stage
 from gradsentinel.incident import fold
@@ -117,7 +117,7 @@ def verify(stage: Stage, control: Stage | None = None) -> Verification:
     name = None if bundle.incident.diagnosis is None else bundle.incident.diagnosis.module
     with watched(stage, name) as seen:
         outcome = compute(stage)
-    if seen is not None and name and bundle.incident.kind not in STATE_KINDS:
+    if seen is not None and name and not by_update(bundle.incident):
         found.checks.append(seen.check(name, outcome))
     if outcome.finite:
         found.checks.append(Check("step", True, "loss and gradients are finite"))
@@ -146,7 +146,7 @@ def _doubt(found: Verification, stage: Stage, silent: str | None) -> None:
 
 def _check_parts(stage: Stage) -> list[Check]:
     """Look at the bad operator alone; where the optimizer was to blame, at its settings."""
-    if stage.bundle.incident.kind not in STATE_KINDS:
+    if not by_update(stage.bundle.incident):
         return [check_operator(stage.bundle, device=stage.run.host.device)]
     setting = judge(stage)
     if setting is None or setting.cause != "optimizer":
@@ -198,7 +198,7 @@ def _reason_against(stage: Stage) -> str | None:
     incident = stage.bundle.incident
     if incident.kind in FINITE or incident.kind not in _TRIED:
         return f"nothing to verify: {incident.kind} is not about values that are not finite"
-    if incident.kind in STATE_KINDS and not stage.has_optimizer:
+    if by_update(incident) and not stage.has_optimizer:
         return "the optimizer made the bad values: let the factory return (model, forward, optimizer)"
     phase = None if incident.diagnosis is None else incident.diagnosis.phase
     if phase == "reduce" and not stage.complete:
