@@ -402,6 +402,31 @@ def test_an_overflow_soon_after_the_search_belongs_to_the_search(passed, told, t
     assert [incident.kind for incident in sentinel.incidents] == ["loss_scale"] * told
 
 
+def test_a_scale_at_the_edge_is_told_of_once(tmp_path):
+    """The scale grows to where some batches overflow, again and again: that is where it belongs."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=12)
+    large = torch.full(
+        (2, 4), 1.9
+    )  # its gradient, 3.8 times the scale, overflows at 2**15; of ones at 2**15, too
+    batches = [*[torch.full((2, 4), 0.9)] * 29, large] * 6
+
+    def loss_of(m, batch):
+        with torch.autocast("cpu", torch.float16):
+            return m(batch).sum().float()
+
+    with Sentinel(
+        model, optimizer, callbacks=[NanCallback(), Retry()], forward=loss_of, scaler=scaler, run_dir=tmp_path
+    ) as sentinel:
+        for batch in sentinel.steps(batches):
+            sentinel.backward(loss_of(model, batch))
+            sentinel.step()
+    assert len(batches) - sentinel.applied_steps > 3
+    assert len(sentinel.incidents) == 1
+
+
 def test_overflows_can_be_left_alone(tmp_path):
     fault = PoisonGradient(steps=(3,), parameter="head.weight", value=float("inf"))
     ended = train(

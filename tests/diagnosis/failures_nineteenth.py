@@ -140,3 +140,60 @@ def two_at_once():
 def speed(model, b):
     gap = b["t"][:, 1:] - b["t"][:, :-1]
     return model((b["v"][:, 1:] - b["v"][:, :-1]) / gap).pow(2).mean()
+
+
+class Decoder(nn.Module):
+    """Convolutions insist on inputs of one type: in float32, too, when only the weights have become wider."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.out = nn.Conv1d(1, 4, 1), nn.GroupNorm(2, 4), nn.Conv1d(4, 1, 1)
+
+    def forward(self, x):
+        return self.out(self.norm(self.up(x[:, None])).relu())
+
+
+@failure("a convolution in half precision", **twentieth, cause="precision", op="aten.convolution.default",
+         module="up", batch=lambda: normal().half() * 100, model=lambda: Decoder().half(), samples=None,
+         prepare=lambda m: m.up.weight.data.fill_(1000.0))  # fmt: skip
+def wide_decoder(model, x):
+    return model(x).float().pow(2).mean()
+
+
+class Standardised(nn.Module):
+    """The deviations of the training data, of a feature that never varied there."""
+
+    def __init__(self, *, buffer):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        deviation = torch.tensor([1.0, 0.0, 2.0, 0.5])
+        if buffer:
+            self.register_buffer("deviation", deviation)
+        else:
+            self.deviation = deviation
+
+    def forward(self, x):
+        return self.lin(x / self.deviation)
+
+
+for kept in (True, False):
+
+    @failure(f"a deviation of 0 in {'a buffer' if kept else 'an attribute'}", **twentieth, cause="setup",
+             op="aten.div.Tensor", look="deviation", batch=normal,
+             model=lambda kept=kept: Standardised(buffer=kept))  # fmt: skip
+    def by_a_constant(model, x):
+        return model(x).pow(2).mean()
+
+
+def pictures():
+    draw = torch.Generator().manual_seed(5)
+    x = torch.rand(6, 4, 8, generator=draw)
+    return {"x": x[:, :, 0], "image": x.reshape(6, 32) - torch.tensor([0.0, 0, 0, 2, 0, 0])[:, None]}
+
+
+@failure("a power of what may be negative", **twentieth, cause="math", op="aten.pow.Tensor_Scalar",
+         line="** 0.3", samples=(3,), batch=pictures)  # fmt: skip
+def unlike_pictures(model, b):
+    """The picture is no single value at which a likelihood would have no value: the formula is to bear it."""
+    alike = (model(b["x"]).sigmoid().mean(1) * b["image"].mean(1)) ** 0.3
+    return 1 - alike.mean()

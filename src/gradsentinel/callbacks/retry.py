@@ -45,6 +45,10 @@ _SETTLES = 20
 a scale that was too large is often too large for the next batch."""
 
 
+_FAR_BEYOND = 4.0
+"""Times a scale that was too large: at that one some batches pass and some do not, as gradients vary."""
+
+
 @dataclass(kw_only=True)
 class Retry(Recomputing, Detector):
     """Computes a bad step again, from the same batch, random state and buffers; if it is finite now, uses it.
@@ -77,7 +81,9 @@ class Retry(Recomputing, Detector):
     _passed: int = field(default=0, init=False, repr=False)
     """Steps that the GradScaler has let pass since the last overflow of its search."""
     _edge: float = field(default=math.inf, init=False, repr=False)
-    """The smallest loss scale known to be too large."""
+    """The smallest loss scale known to be too large, for some batches."""
+    _beyond: int = field(default=0, init=False, repr=False)
+    """Steps in a row that have passed far beyond it all the same."""
     _run: Run | None = field(default=None, init=False, repr=False)
     """None if no step can be computed again here."""
 
@@ -133,10 +139,12 @@ class Retry(Recomputing, Detector):
         if event.applied:
             self._found_scale = True
             self._passed += 1
-            self._edge = math.inf if scale >= self._edge else self._edge
+            self._beyond = self._beyond + 1 if scale >= _FAR_BEYOND * self._edge else 0
+            self._edge = math.inf if self._beyond >= _SETTLES else self._edge
         elif event.scaler_skipped and (self._searching or event.action is Action.WARN):
             self._passed = 0 if self._searching else self._passed
             self._edge = min(self._edge, scale)
+            self._beyond = 0
 
     @property
     def _searching(self) -> bool:

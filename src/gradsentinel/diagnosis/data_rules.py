@@ -12,6 +12,8 @@ from gradsentinel.diagnosis.swap import peak_of, peaks_of, tensors_by_path
 from gradsentinel.incident import fold
 
 _HUGE_WEIGHT = 1e4
+_LARGEST_RECORD = 16
+"""A value in a larger one, an image, is not what a formula fails at."""
 _SHOWN = 4
 """Values of a record that are told."""
 _FAR = 1e3
@@ -178,7 +180,7 @@ def target(found: Findings) -> Cause | None:
     tensor = tensors_by_path(found.microbatch.batch).get(field)
     if tensor is None or tensor.layout is not torch.strided or tensor.is_complex() or not tensor.dim():
         return None
-    if tensor.shape[0] != size:
+    if tensor.shape[0] != size or tensor[0].numel() > _LARGEST_RECORD:
         return None
     values = {value for row in rows for value in tensor[row].flatten()[:_SHOWN].tolist()}
     shown = f" ({fold([f'{value:.4g}' for value in sorted(values)])})" if len(values) <= _SHOWN else ""

@@ -29,7 +29,7 @@ _SUMS = frozenset(
 """Operators that add up products, or numbers."""
 _CHOOSE = frozenset({"gather", "index", "index_select", "take"})
 """Operators that take out what whole numbers say."""
-_DIVISIONS = frozenset({"div", "true_divide", "remainder", "fmod"})
+DIVISIONS = frozenset({"div", "true_divide", "remainder", "fmod"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,12 +193,12 @@ class Findings:
     @property
     def by_equal_values(self) -> bool:
         """True if it failed at a deviation, a norm or a distance of 0: values that are equal, or all 0."""
-        place = 1 if self.name in _DIVISIONS else 0
+        place = 1 if self.name in DIVISIONS else 0
         return self.origin.argument_measures[place : place + 1] == (LENGTH,) and self.singular_at_zero()
 
     def singular_at_zero(self) -> bool:
         """Return True if an elementwise operator failed just where its operand, or divisor, is 0."""
-        place = 1 if self.name in _DIVISIONS else 0
+        place = 1 if self.name in DIVISIONS else 0
         operand = self.origin.args[place] if len(self.origin.args) > place else None
         pointwise = torch.Tag.pointwise in self.origin.function.tags
         if not pointwise or not isinstance(operand, Tensor) or not self.origin.results:
@@ -212,7 +212,7 @@ class Findings:
     def singular_origin(self) -> int:
         """Bits: what the operand was computed from that makes the operator singular."""
         origins = self.origin.argument_origins
-        if self.name in _DIVISIONS and len(origins) > 1:
+        if self.name in DIVISIONS and len(origins) > 1:
             return origins[1]
         lawful = [edge for edge in self.origin.edges if edge.lawful]
         if lawful:

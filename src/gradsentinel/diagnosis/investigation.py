@@ -20,6 +20,7 @@ from gradsentinel.diagnosis.narrow import NarrowTrace
 from gradsentinel.diagnosis.operands import bad_alike, finite_again
 from gradsentinel.diagnosis.passed import Boundaries
 from gradsentinel.diagnosis.progress import Progress
+from gradsentinel.diagnosis.record import FROM_BUFFERS
 from gradsentinel.diagnosis.remedy import for_records
 from gradsentinel.diagnosis.replay import Computed, Replay
 from gradsentinel.diagnosis.report import Report
@@ -129,7 +130,7 @@ class Investigation:
         trace = Trace(self._run.host.modules(), self._run.host.named_parameters())
         for name, tensor in self._around.tensors():
             if trace.memory.known(tensor) is None:
-                trace.declare(tensor, f"attribute {name}", 0)
+                trace.declare(tensor, f"attribute {name}", FROM_BUFFERS)
         return trace
 
     def _by_function(self, path: Path, traced: Computed, guilty: MicroBatch) -> Report | None:

@@ -11,7 +11,7 @@ from gradsentinel.diagnosis.memory import Badness
 from gradsentinel.diagnosis.source import Line
 
 FROM_PARAMETERS, FROM_BATCH, FROM_BUFFERS = 1, 2, 4
-"""What a value was computed from, as bits."""
+"""What a value was computed from, as bits; attributes count as buffers."""
 FIELDS = 3
 """From this bit on, each field of the batch has one, beside that of the batch as a whole."""
 

@@ -66,6 +66,14 @@ def for_any_batch(found: Findings) -> tuple[str, ...]:
     return (*for_math(found), f"{masked}{_at(found)}")
 
 
+def for_constant(found: Findings, what: str) -> tuple[str, ...]:
+    """Return what to do about zeros that were there before the step."""
+    return (
+        f"look at how {what} was made: features that never vary, rows that nobody has filled",
+        *for_math(found),
+    )
+
+
 def for_hidden(found: Findings) -> tuple[str, ...]:
     """Return how to keep a value that is not used from coming back."""
     text = f"mask the input, not the output{_at(found)}: replace it before {found.name} "

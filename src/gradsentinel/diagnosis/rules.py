@@ -9,10 +9,10 @@ import torch
 from gradsentinel.diagnosis import data_rules, remedy
 from gradsentinel.diagnosis.cause import Cause, Rule, dtype_of, overflows, rows_in_words, samples_in_words
 from gradsentinel.diagnosis.excess import by_lone_weight
-from gradsentinel.diagnosis.findings import Findings
+from gradsentinel.diagnosis.findings import DIVISIONS, Findings
 from gradsentinel.diagnosis.lone_weight import find_lone_weight
 from gradsentinel.diagnosis.operands import operands_of
-from gradsentinel.diagnosis.record import FROM_BATCH, FROM_PARAMETERS
+from gradsentinel.diagnosis.record import FROM_BATCH, FROM_BUFFERS, FROM_PARAMETERS
 from gradsentinel.diagnosis.swap import peak_of
 
 _HUGE_WEIGHT = 1e4
@@ -127,6 +127,19 @@ def _rounded(found: Findings) -> Cause | None:
     return Cause("precision", 0.75, why, remedy.for_rounded(found))
 
 
+def _by_a_constant(found: Findings) -> Cause | None:
+    """It is singular at a buffer's 0, which no step has made: a deviation of what never varied."""
+    if found.origin.backward or found.singular_origin() != FROM_BUFFERS or not found.singular_at_zero():
+        return None
+    place = 1 if found.name in DIVISIONS else 0
+    tensor = found.origin.args[place]
+    known = (leaf for leaf, one in found.trace.outside if torch.equal(one.flatten(), tensor.flatten()))
+    what = next(known, "a buffer")
+    count = int((tensor == 0).sum())
+    why = f"{what} holds {count} zero(s), at which it is singular; the step did not make them"
+    return Cause("setup", 0.7, why, remedy.for_constant(found, what))
+
+
 def _diverged(found: Findings) -> Cause | None:
     """An overflow because the weights have grown out of all proportion."""
     if not overflows(found) or not found.origin.origin & FROM_PARAMETERS:
@@ -183,6 +196,7 @@ RULES: tuple[Rule, ...] = (
     _rounded,
     data_rules.data_alone,
     data_rules.target,
+    _by_a_constant,
     _diverged,
     _math,
 )

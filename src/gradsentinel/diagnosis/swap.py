@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -64,6 +66,27 @@ class Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lambda x: swapped.get(id(x), x), result)
 
 
+class WidenCalls(TorchFunctionMode):
+    """Lets functions that insist on inputs of one type, as convolutions do, have all in the wider one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Widen what is narrow if something is not; leave alone what writes to its input."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "_")
+        if not name.endswith("_"):
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            types_of = {leaf.dtype for leaf in leaves if leaf.is_floating_point()}
+            if len(types_of) > 1 and types_of & NARROW:
+                args, kwargs = tree_map(lambda x: wider(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def in_wide() -> Iterator[None]:
+    """Compute in float32 what the program computes in a narrower type."""
+    with WidenCalls(), Widen():  # type: ignore[no-untyped-call]
+        yield
+
+
 class Poison(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fills freshly allocated memory with NaN, so that what is read before it is written shows."""
 
@@ -101,7 +124,7 @@ def compute_in_wide(replay: Replay, microbatch: MicroBatch) -> Computed | None:
 
     def wide() -> Computed:
         with replay.with_parameters(lambda _, p: p.detach().float() if p.dtype in NARROW else None):
-            return replay.compute(microbatch, mode=Widen())  # type: ignore[no-untyped-call]
+            return replay.compute(microbatch, mode=in_wide())
 
     return _tried("in float32", wide)
 

@@ -57,6 +57,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The paths of the batch's tensors; each has a bit of its own, from `FIELDS` on."""
         self.fed = 0
         """Bits: what was given to modules with parameters of their own. Targets, as a rule, are not."""
+        self.outside: list[tuple[str, Tensor]] = []
+        """Buffers and attributes, by what they are called in words."""
         self.operators = 0
         self.narrow = False
         """True if some operator's result is narrower than float32."""
@@ -81,6 +83,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cell = self.memory.cell(tensor)
         if cell is not None:
             cell.leaf, cell.origin = leaf, origin
+            if origin == FROM_BUFFERS:
+                self.outside.append((leaf, tensor))
 
     def declare_field(self, tensor: Tensor, path: str) -> None:
         """Say that a tensor is a field of the batch; what is computed from it can be told by its bit."""
