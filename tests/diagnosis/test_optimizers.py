@@ -289,3 +289,48 @@ def test_one_flipped_sign_of_a_running_square_is_the_devices(run_dir):
 @pytest.mark.parametrize("spoil", [lambda s: s.mul_(-1), lambda s: s[0].fill_(-0.5)])
 def test_squares_that_a_program_has_spoilt_are_not_the_devices(spoil, run_dir):
     assert with_squares(spoil, run_dir).cause == "optimizer"
+
+
+def with_weights(spoil, run_dir):
+    """Train a little, let something happen to weights between 1 and 2, and return the diagnosis."""
+    model = nn.Sequential(nn.Linear(4, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 1))
+    nn.init.uniform_(model[1].weight, 1.2, 1.8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    sentinel = Sentinel(
+        model, optimizer, callbacks=[NanCallback()], run_dir=run_dir, forward=lambda m, x: m(x).pow(2).mean()
+    )
+    try:
+        with sentinel:
+            for number, batch in enumerate(sentinel.steps([torch.randn(8, 4) for _ in range(4)])):
+                if number == 2:
+                    spoil(model[1].weight.data)
+                sentinel.backward(model(batch).pow(2).mean())
+                sentinel.step()
+    except TrainingAborted:
+        pass
+    return sentinel.incidents[0].diagnosis
+
+
+def test_one_flipped_exponent_of_a_weight_is_the_devices(run_dir):
+    def flip(weight):
+        weight.view(torch.int32)[7] ^= 1 << 30
+
+    found = with_weights(flip, run_dir)
+    assert (found.cause, found.module) == ("hardware", "1")
+    assert "1.weight: element 7 is a NaN that no arithmetic makes" in found.evidence[0]
+
+
+PROGRAMS = {
+    "a NaN of arithmetic": lambda w: w.view(-1)[7].fill_(torch.nan),
+    "an infinity": lambda w: w.view(-1)[7].fill_(torch.inf),
+    "two of them": lambda w: w.view(torch.int32)[6:8].bitwise_xor_(1 << 30),
+    "old memory that is like no other weight": lambda w: (
+        w.mul_(0.01),
+        w.view(torch.int32)[7:8].fill_(0x7FA00001),
+    ),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_weights_that_a_program_has_spoilt_are_not_the_devices(program, run_dir):
+    assert with_weights(PROGRAMS[program], run_dir).cause != "hardware"

@@ -30,7 +30,7 @@ WRITERS = """
     callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike callbacks/stagnation
     callbacks/suspicion callbacks/update_ratio callbacks/worries diagnosis/arm diagnosis/boundary
     diagnosis/comparison diagnosis/custom diagnosis/determinism diagnosis/diagnose diagnosis/excess
-    diagnosis/fields diagnosis/findings diagnosis/fingerprint diagnosis/investigation
+    diagnosis/fields diagnosis/flipped diagnosis/findings diagnosis/fingerprint diagnosis/investigation
     diagnosis/lone_weight diagnosis/operands diagnosis/otherwise diagnosis/passed diagnosis/rehearsal
     diagnosis/cause diagnosis/data_rules diagnosis/remedy diagnosis/replay diagnosis/rules
     diagnosis/scan diagnosis/self_test diagnosis/sighting diagnosis/spiked diagnosis/trace

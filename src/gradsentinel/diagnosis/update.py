@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradsentinel.diagnosis.flipped import flipped_exponent, flipped_sign
+from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.rehearsal import Rehearsal, rehearse
 from gradsentinel.diagnosis.remedy import for_device
 from gradsentinel.evidence import Diagnosis, Evidence
@@ -21,8 +23,6 @@ _SETTINGS = ("lr", "weight_decay", "momentum", "dampening")
 EPS_REMEDY = "find what sets eps: a scheduler, a hook, a loaded optimizer state"
 SQUARES = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 """What the optimizers of torch take the root of and add eps to; the first that there is counts."""
-_FEW = 8
-"""Fewer other elements do not show what is usual."""
 _REHEARSED = 4
 """Bad parameters whose update is run again, until one shows it."""
 
@@ -36,10 +36,9 @@ def explain_update(evidence: Evidence, run: Run) -> Evidence:
         return evidence  # no optimizer has run yet, or a buffer is bad, which none writes to
     bad = {name for entry in evidence.tensors for name in (entry.name, entry.name.rpartition(":")[0])}
     members = [member for member in _members(run) if member[0] in bad]
-    for name, parameter, group, _ in members:
-        found = suspect_setting(group, parameter)
-        if found is not None:
-            return _with_setting(evidence, run, found, name, members)
+    settled = _flipped_in(evidence, run, members) or _by_a_setting(evidence, run, members)
+    if settled is not None:
+        return settled
     rehearsed = _rehearse(members, run)
     if rehearsed is None:
         return _without_eps(evidence, members) or _by_nobody_known(evidence, members)
@@ -47,8 +46,9 @@ def explain_update(evidence: Evidence, run: Run) -> Evidence:
     owner = next(((p, o) for n, p, _, o in members if n == name), None)
     negative = None if owner is None else _negative_square(*owner)
     if negative is not None and owner is not None:
-        flipped = _flipped_sign(*owner) if run.iteration > 0 else None
-        if flipped is not None:  # no later than the last step, which would have failed by it, too
+        state = owner[1].state.get(owner[0], {})
+        flipped = flipped_sign(state, SQUARES) if run.iteration > 0 else None
+        if flipped is not None:  # later than the last step, which would have failed by it, too
             return replace(evidence, diagnosis=_by_device(run, name, rehearsal, flipped))
         fact, fixes = negative
         return replace(
@@ -86,30 +86,36 @@ def _negative_square(parameter: Tensor, optimizer: Optimizer) -> tuple[str, tupl
     return None
 
 
-@torch.no_grad()
-def _flipped_sign(parameter: Tensor, optimizer: Optimizer) -> str | None:
-    """Return which single running square is negative and otherwise like the others; None if none is."""
-    found = []
-    for key, value in optimizer.state.get(parameter, {}).items():
-        if key in SQUARES and isinstance(value, Tensor) and readable(value) is None:
-            flat = value.detach().flatten()
-            below = (flat < 0).nonzero().flatten().tolist()
-            sizes = flat[torch.isfinite(flat) & (flat > 0)]
-            found += [(key, flat, place, sizes) for place in below]
-    if len(found) != 1:
-        return None
-    key, flat, place, sizes = found[0]
-    size = -float(flat[place])
-    if sizes.numel() < _FEW or not float(sizes.min()) <= size <= float(sizes.max()):
-        return None
-    return (
-        f"one single element of {key}, number {place}, is negative ({-size:.4g}), and without its sign it is "
-        "like the others; the step before was fine: its sign bit was flipped since"
-    )
+def _by_a_setting(evidence: Evidence, run: Run, members: Sequence[_Member]) -> Evidence | None:
+    for name, parameter, group, _ in members:
+        found = suspect_setting(group, parameter)
+        if found is not None:
+            return _with_setting(evidence, run, found, name, members)
+    return None
 
 
-def _by_device(run: Run, name: str, rehearsal: Rehearsal, fact: str) -> Diagnosis:
-    facts = (f"{name}: {fact}", f"{name}: {rehearsal}")
+def _flipped_in(evidence: Evidence, run: Run, members: Sequence[_Member]) -> Evidence | None:
+    """Look whether one single weight, or moment, is bad by a flipped bit: then no operator made it so."""
+    if run.iteration == 0:
+        return None  # it may have been loaded so
+    held = [
+        (name, tensor)
+        for name, parameter, _, optimizer in members
+        for name, tensor in (
+            (name, parameter.detach()),
+            *((f"{name}:{key}", value) for key, value in optimizer.state.get(parameter, {}).items()),
+        )
+        if isinstance(tensor, Tensor) and judge(tensor)
+    ]
+    fact = flipped_exponent(held[0][1]) if len(held) == 1 else None
+    if fact is None:
+        return None
+    name = held[0][0]
+    return replace(evidence, diagnosis=_by_device(run, name, None, fact))
+
+
+def _by_device(run: Run, name: str, rehearsal: Rehearsal | None, fact: str) -> Diagnosis:
+    facts = (f"{name}: {fact}", *([] if rehearsal is None else [f"{name}: {rehearsal}"]))
     return replace(_optimizer(0.7, name, rehearsal, facts, for_device(run)), cause="hardware")
 
 
