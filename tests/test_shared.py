@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradsentinel import NanCallback, Rollback, Sentinel
-from gradsentinel.state import saved_states
+from gradsentinel.state import saved_states, writer
 from gradsentinel.state.archive import read_archive, write_archive
 from gradsentinel.state.shared import SharedMemory
 from gradsentinel.state.staging import Staging
@@ -96,11 +96,11 @@ def test_the_files_are_the_same_and_only_what_is_elsewhere_is_handed_over(tmp_pa
     memory = SharedMemory()
     state = {**copies(memory, LARGE), "elsewhere": torch.randn(50_000), "small": torch.arange(3)}
     turned = sum(state[name].nbytes for name in ("transposed", "channels last"))  # written as a copy
-    with Told(memory) as writer:
+    with Told(memory) as process:
         later = SharedMemory.tensor_like(memory, torch.empty(20_000_000)).fill_(3.0)  # a segment it never saw
         state["later"] = later
-        write_archive(tmp_path / "process", state, {}, kind="test", verify=True, writer=writer)
-        assert writer.piped < later.nbytes + turned + 300_000
+        write_archive(tmp_path / "process", state, {}, kind="test", verify=True, writer=process)
+        assert process.piped < later.nbytes + turned + 300_000
     write_archive(tmp_path / "thread", state, {}, kind="test")
     for entry in (tmp_path / "thread").iterdir():
         assert (tmp_path / "process" / entry.name).read_bytes() == entry.read_bytes()
@@ -173,7 +173,7 @@ def test_a_run_hands_over_next_to_nothing(tmp_path, monkeypatch):
             super().__init__(memory)
             told.append(self)
 
-    monkeypatch.setattr(saved_states, "Writer", Counted)
+    monkeypatch.setattr(writer, "Writer", Counted)
     model = torch.nn.Linear(700, 700)
     optimizer = torch.optim.AdamW(model.parameters())
     watch = [NanCallback(), Rollback(every=2, confirm_after=1, on_disk=1)]
@@ -184,6 +184,6 @@ def test_a_run_hands_over_next_to_nothing(tmp_path, monkeypatch):
         sentinel._watch.run.states.finish()
         size = sentinel._watch.run.known_good.nbytes()
     assert size > saved_states._FOR_A_PROCESS
-    assert len(told) >= 3
-    assert all(writer.piped < size / 50 for writer in told)
+    assert told
+    assert sum(one.piped for one in told) < size / 50
     assert sentinel._watch.run.states.failures() == []

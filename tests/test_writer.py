@@ -1,6 +1,7 @@
 """The process that writes beside the training: the same files, the same errors, and never a danger."""
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -15,9 +16,11 @@ import torch
 
 from gradsentinel import NanCallback, Rollback
 from gradsentinel.state import saved_states, writer_program
+from gradsentinel.state import writer as writer_module
 from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
 from gradsentinel.state.archive_files import checksum, octets, write_file
-from gradsentinel.state.writer import NoWriter, Reliance, Writer, WriterGone
+from gradsentinel.state.shared import SharedMemory
+from gradsentinel.state.writer import KeptWriter, NoWriter, Reliance, Writer, WriterGone
 from loops import build, make_batches
 
 
@@ -218,11 +221,11 @@ def test_a_run_whose_states_are_large_uses_it(tmp_path, monkeypatch):
             started.append(self._process)
 
     monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
-    monkeypatch.setattr(saved_states, "Writer", Counted)
+    monkeypatch.setattr(writer_module, "Writer", Counted)
     failures, names = life(tmp_path / "run")
     assert failures == []
-    assert started
-    assert all(process.returncode == 0 for process in started)
+    assert len(started) == 1, "it is kept from one state to the next"
+    assert started[0].returncode == 0
     assert len(names) == 1
     with build().sentinel([NanCallback(), Rollback()], run_dir=tmp_path / "run", resume="auto") as sentinel:
         assert sentinel.step_count == int(names[0].split("-")[1])
@@ -233,7 +236,7 @@ def test_a_run_goes_on_without_it(tmp_path, monkeypatch, caplog):
         raise NoWriter("this program is not run by a Python that could be started again")
 
     monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
-    monkeypatch.setattr(saved_states, "Writer", none)
+    monkeypatch.setattr(writer_module, "Writer", none)
     failures, names = life(tmp_path / "run")
     assert failures == []
     assert len(names) == 1
@@ -243,19 +246,23 @@ def test_a_run_goes_on_without_it(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("strike", ["when it starts", "in the middle"])
 def test_one_that_is_lost_is_replaced_and_not_for_ever(tmp_path, monkeypatch, caplog, strike):
     """The states are those of a thread meanwhile; the third time waits longer than the second."""
-    asked, killed = [], [True, True, False, True, True]
+    asked, written, doomed = [], [], {0, 1, 4, 8}
 
     class Mortal(Writer):
         def __init__(self, memory=None):
             asked.append(len(written))
-            doomed = killed.pop(0)
-            if doomed and strike == "when it starts":
+            if len(written) in doomed and strike == "when it starts":
                 raise WriterGone("no process can be started: [Errno 11] Resource temporarily unavailable")
             super().__init__(memory)
-            if doomed:
-                self._process.kill()
 
-    written = []
+        def write_file(self, path, pieces):
+            if len(written) in doomed:
+                self._process.kill()
+            return super().write_file(path, pieces)
+
+        @property
+        def sees_all(self):  # so that one is started for each state
+            return strike == "in the middle"
 
     class Counted(saved_states.SavedStates):
         def _write_beside(self, snapshot):
@@ -264,13 +271,13 @@ def test_one_that_is_lost_is_replaced_and_not_for_ever(tmp_path, monkeypatch, ca
             return path
 
     monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
-    monkeypatch.setattr(saved_states, "Writer", Mortal)
+    monkeypatch.setattr(writer_module, "Writer", Mortal)
     monkeypatch.setattr("gradsentinel.run.SavedStates", Counted)
     failures, names = life(tmp_path / "run", steps=30)
     assert failures == []
     assert len(names) == 1
     # Lost with states 0, 1, 4 and 8; of the second loss state 2, of the third states 5 to 7 are left out.
-    assert asked == [0, 1, 3, 4, 8]
+    assert asked == ([0, 1, 3, 4, 8] if strike == "when it starts" else [0, 1, 3, 8])
     assert len(written) == 14
     assert caplog.text.count("then another process is started") == 1
     assert caplog.text.count("snapshots are written by a thread from now on") == 1
@@ -296,7 +303,7 @@ def test_a_disk_that_refuses_the_process_is_told_as_ever(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
-    monkeypatch.setattr(saved_states, "Writer", Full)
+    monkeypatch.setattr(writer_module, "Writer", Full)
     run = build()
     with run.sentinel(
         [NanCallback(), Rollback(every=2, confirm_after=1, on_disk=1)], run_dir=tmp_path
@@ -306,6 +313,84 @@ def test_a_disk_that_refuses_the_process_is_told_as_ever(tmp_path, monkeypatch):
             sentinel.step()
     assert any("No space left on device" in incident.message for incident in sentinel.incidents)
     assert list((tmp_path / "snapshots").iterdir()) == []
+
+
+def keep(kept, path, memory=None, pieces=(b"abc",)):
+    """Write a file with the kept process, and return which one that was."""
+
+    def work(process):
+        process.write_file(path, pieces)
+        return process
+
+    return kept.do(work, memory)
+
+
+def test_one_that_is_kept_is_started_again_for_memory_that_it_does_not_see(tmp_path):
+    kept, memory = KeptWriter(), SharedMemory()
+    memory.tensor_like(torch.empty(1_000_000))
+    first = keep(kept, tmp_path / "a", memory)
+    assert keep(kept, tmp_path / "b", memory) is first
+    late = memory.tensor_like(torch.empty(30_000_000)).fill_(3.0)  # a segment of its own
+    second = keep(kept, tmp_path / "c", memory, [late])
+    assert second is not first
+    assert first._process.returncode == 0
+    assert (tmp_path / "c").read_bytes() == octets(late).tobytes()
+    kept.close()
+    assert second._process.returncode == 0
+
+
+def test_one_that_is_kept_ends_with_whoever_kept_it(tmp_path):
+    kept = KeptWriter()
+    process = keep(kept, tmp_path / "a")._process
+    del kept
+    gc.collect()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_forked_child_leaves_its_parents_process_alone_and_has_its_own(tmp_path):
+    kept = KeptWriter()
+    first = keep(kept, tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = int(keep(kept, tmp_path / "b")._process.pid == first._process.pid)
+            kept.close()
+            gc.collect()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (tmp_path / "b").read_bytes() == b"abc"
+    assert keep(kept, tmp_path / "c") is first
+    kept.close()
+
+
+WORKER = """
+import os, sys, time
+from gradsentinel.state.writer import Writer
+writer = Writer()
+writer.write_file(__import__("pathlib").Path(sys.argv[1]), [b"abc"])
+if not os.fork():  # a worker that outlives the training, and holds the pipe open
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print(writer._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_it_ends_when_the_training_is_killed_and_a_worker_of_it_lives_on(tmp_path):
+    killed = subprocess.run(  # noqa: S603 - our own script
+        [sys.executable, "-c", WORKER, str(tmp_path / "a")], stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    process = int(killed.stdout)
+    deadline = time.monotonic() + 45
+    while is_running(process) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(process)
 
 
 ORPHAN = """

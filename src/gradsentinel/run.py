@@ -292,6 +292,8 @@ class Run:
             self.states.finish()
         if error is None:
             self.states.thin_out()
+        self.states.close()
+        if error is None:
             self.states.finish()
         if self.lock is not None:
             self.lock.release()

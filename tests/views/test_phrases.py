@@ -65,6 +65,7 @@ NO_SENTENCES = {
     # the end of an error, and of what is too long to be sent
     *(" (is torch.distributed initialised before the Sentinel is made?)", "details of {0} characters"),
     *("the state of step {0}", "the removal of old states", "the known-good states"),
+    "the end of the process that writes",
     # parts that are put together here: the whole is in the table
     *("the record(s) with ", "gradient of", " and no ", ", and ", "; it began on ", "one of "),
     # kinds of handovers, and types

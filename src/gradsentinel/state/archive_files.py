@@ -19,7 +19,9 @@ from torch import Tensor
 
 from gradsentinel.state.tree import NATIVE_DTYPES
 
-Write = Callable[[Path, Iterable[bytes | memoryview]], dict[str, Any]]
+Piece = bytes | memoryview | Tensor
+"""Of a file; a tensor is in host memory and contiguous."""
+Write = Callable[[Path, Iterable[Piece]], dict[str, Any]]
 
 _CODES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _CHUNK = 16 * 2**20  # between two of them this thread needs the interpreter, and the training may wait for it
@@ -43,18 +45,19 @@ def write_tensor_file(
     end = 0
     for name in names:
         tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.nbytes
         dtype, shape = codes[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
 
-    def pieces() -> Iterator[bytes | memoryview]:
+    def pieces() -> Iterator[Piece]:
         yield struct.pack("<Q", len(head)) + head
         for name in names:
-            tensor = tensors[name].detach().to("cpu").contiguous()
-            if tensor.numel():
-                yield octets(tensor)
+            tensor = tensors[name]
+            if not tensor.is_cpu or not tensor.is_contiguous():
+                tensor = tensor.detach().to("cpu").contiguous()
+            yield tensor
 
     return (write or write_file)(path, pieces())
 
@@ -92,11 +95,12 @@ def map_tensor_file(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def write_file(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     """Write a new file, synced to disk, and return its ``bytes`` and ``crc32``; raises OSError."""
     size = crc = 0
     with path.open("xb") as file:
-        for piece in pieces:
+        for one in pieces:
+            piece = octets(one) if isinstance(one, Tensor) else one
             for start in range(0, len(piece), _CHUNK):
                 chunk = piece[start : start + _CHUNK]
                 file.write(chunk)

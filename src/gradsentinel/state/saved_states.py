@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from gradsentinel.state.resharding import CannotDivide
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.state.staging import Staging
 from gradsentinel.state.tree import UnsupportedStateError, flatten
-from gradsentinel.state.writer import Reliance, Writer, WriterGone
+from gradsentinel.state.writer import KeptWriter, Writer
 from gradsentinel.store import unused
 
 logger = logging.getLogger("gradsentinel")
@@ -78,8 +79,7 @@ class SavedStates:
         """Those that this process has written, or found to be there."""
         self._asked: int | None = None
         """When the last was asked for, until older ones were thinned out."""
-        self._process = Reliance()
-        """Whether a process writes the next one."""
+        self._beside = KeptWriter()
         self._failed: list[tuple[Mark, str]] = []
         self._unusable: set[Mark] = set()
         """Those that some rank could not read."""
@@ -156,21 +156,15 @@ class SavedStates:
         """Wait until everything is written; False, and logged, if that takes too long."""
         return self._background.finish(_PATIENCE)
 
+    def close(self) -> None:
+        """Have the process that writes ended when all is written, without waiting for that."""
+        self._background.submit("the end of the process that writes", self._beside.close)
+
     def _write_beside(self, snapshot: Snapshot) -> Path:
         """Have a large one written by a process, where there can be one: see `gradsentinel.state.writer`."""
         if snapshot.nbytes() < _FOR_A_PROCESS:
             return self._write(snapshot)
-        if not self._process:
-            self._process.left_out()
-            return self._write(snapshot)
-        try:
-            with Writer(self._staging.shared) as writer:
-                path = self._write(snapshot, writer)
-        except WriterGone as gone:
-            self._process.lost(gone)
-            return self._write(snapshot)
-        self._process.kept()
-        return path
+        return self._beside.do(partial(self._write, snapshot), self._staging.shared)
 
     def _write(self, snapshot: Snapshot, writer: Writer | None = None) -> Path:
         flaws = snapshot.flaws()

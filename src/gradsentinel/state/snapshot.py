@@ -17,7 +17,7 @@ from gradsentinel.state.buffers import BufferShadow
 from gradsentinel.state.rng import RngState
 from gradsentinel.state.staging import Pending, Staging
 from gradsentinel.state.stateful import load_stateful
-from gradsentinel.state.tree import clone_tree, tensors_in
+from gradsentinel.state.tree import clone_tree, paths_in, tensors_in
 
 __all__ = ["Snapshot", "SnapshotMismatch", "capture", "is_initialised", "restore"]
 
@@ -64,6 +64,7 @@ class Snapshot:
     """Copies that may still be under way."""
     torn: bool = False
     """True if somebody wrote to the state while it was copied: it must not be used."""
+    _nbytes: int | None = field(default=None, init=False, repr=False)
 
     def settle(self) -> None:
         """Wait until the copies can be read."""
@@ -74,9 +75,13 @@ class Snapshot:
 
     def nbytes(self) -> int:
         """Return the memory held by the tensors, in bytes."""
-        held = [self.parameters, self.buffers, self.optimizers, self.stateful]
-        tensors = (tensor for _, tensor in tensors_in(held))
-        return sum(t.nbytes if t.layout is torch.strided else values_of(t).nbytes for t in tensors)
+        if self._nbytes is None:  # asked for by whoever writes it, too, while the training runs
+            held = [self.parameters, self.buffers, self.optimizers, self.stateful]
+            tensors = (tensor for _, tensor in paths_in(held))
+            self._nbytes = sum(
+                t.nbytes if t.layout is torch.strided else values_of(t).nbytes for t in tensors
+            )
+        return self._nbytes
 
     def flaws(self) -> tuple[str, ...]:
         """Return the names of trained parameters and moments that are not finite: it must not be used then.
@@ -84,11 +89,13 @@ class Snapshot:
         Buffers and frozen parameters may hold an infinity on purpose; the run looks at those.
         """
         self.settle()
-        trained = [(name, value) for name, value in self.parameters.items() if name not in self.frozen]
-        judged = [*trained, *_moments(self.optimizers)]
-        if bool(torch.isfinite(GradientView(judged).total_norm)):  # one fast pass; most snapshots are sound
+        frozen = set(self.frozen)
+        trained = [(name, value) for name, value in self.parameters.items() if name not in frozen]
+        moments = [value for _, value in paths_in(list(_states(self.optimizers)))]
+        # One fast pass, without the moments' names: most snapshots are sound.
+        if bool(torch.isfinite(GradientView([*trained, *(("", value) for value in moments)]).total_norm)):
             return ()
-        return tuple(entry.name for entry in nonfinite_in(judged))
+        return tuple(entry.name for entry in nonfinite_in([*trained, *_moments(self.optimizers)]))
 
     def to_tree(self) -> dict[str, Any]:
         """Return a plain nested state for an archive."""
@@ -205,14 +212,21 @@ def _has_values(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and not torch.nn.parameter.is_lazy(tensor)
 
 
+def _states(optimizers: Sequence[Any]) -> Iterator[Any]:
+    """What of each optimizer holds its moments: by parameter where it is ordered like that."""
+    for optimizer in optimizers:
+        ordered = isinstance(optimizer, Mapping) and isinstance(optimizer.get("state"), Mapping)
+        yield optimizer["state"] if ordered else [optimizer]
+
+
 def _moments(optimizers: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the optimizers' states, as 'parameter:key' where they are ordered like that."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, Mapping) and isinstance(optimizer.get("state"), Mapping):
-            for name, state in optimizer["state"].items():
+    for states in _states(optimizers):
+        if isinstance(states, Mapping):
+            for name, state in states.items():
                 yield from ((f"{name}:{path}", tensor) for path, tensor in tensors_in(state))
         else:
-            yield from tensors_in(optimizer)
+            yield from tensors_in(states[0])
 
 
 def _check(what: str, saved: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:

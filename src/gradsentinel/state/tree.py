@@ -14,7 +14,7 @@ import struct
 import sys
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-Json: TypeAlias = Any
+from gradsentinel.state.decoding import DTYPES, Json, decode
+
 _Path: TypeAlias = tuple[Any, ...]
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NATIVE = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
-NATIVE_DTYPES = tuple(_DTYPES[f"torch.{name}"] for name in _NATIVE.split())
+NATIVE_DTYPES = tuple(DTYPES[f"torch.{name}"] for name in _NATIVE.split())
 """What every supported safetensors version stores as it is; others travel as a view of equal width."""
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_DEPTH = 100
+_LONG = 2**64
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _is_wrapper: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
 _Keep = Callable[[Tensor], Tensor]
@@ -72,7 +73,7 @@ def unflatten(tensors: Mapping[str, Tensor], skeleton: Json) -> Any:
         ValueError: the skeleton is damaged, or names a tensor that is not there.
     """
     try:
-        return _decode(skeleton, tensors)
+        return decode(skeleton, tensors)
     except (TypeError, AttributeError, LookupError, RuntimeError, OverflowError, struct.error) as error:
         raise ValueError(f"the skeleton of the state is damaged: {error!r}") from error
 
@@ -103,36 +104,44 @@ class _Encoder:
         self._open: set[int] = set()  # the containers around the current value
 
     def encode(self, value: Any, path: _Path) -> Json:
-        if (leaf := _LEAVES.get(type(value))) is not None:  # nearly always, and the training runs meanwhile
+        kind = type(value)  # what nearly everything is comes first: the training runs meanwhile
+        if (leaf := _LEAVES.get(kind)) is not None:
             return leaf(value)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
-            return self._numpy(numpy, value, path)
-        if isinstance(value, enum.Enum):
-            _refuse(value, path, "give its value")
-        if (base := next((base for base in type(value).__mro__ if base in _LEAVES), None)) is not None:
-            return _LEAVES[base](value)
-        if isinstance(value, Tensor):
+        if kind is Tensor:
             return self._tensor(value, path)
-        if isinstance(value, Mapping | list | tuple | set | frozenset):
-            if id(value) in self._open or len(path) > _MAX_DEPTH:
-                _refuse(value, path, "it contains itself or is nested too deeply")
-            self._open.add(id(value))
-            encoded = self._container(value, path)
-            self._open.discard(id(value))
-            return encoded
-        _refuse(value, path)
+        if kind is not dict and kind is not list:
+            numpy = sys.modules.get("numpy")
+            if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
+                return self._numpy(numpy, value, path)
+            if isinstance(value, enum.Enum):
+                _refuse(value, path, "give its value")
+            if (base := next((base for base in kind.__mro__ if base in _LEAVES), None)) is not None:
+                return _LEAVES[base](value)
+            if isinstance(value, Tensor):
+                return self._tensor(value, path)
+            if not isinstance(value, Mapping | list | tuple | set | frozenset):
+                _refuse(value, path)
+        if id(value) in self._open or len(path) > _MAX_DEPTH:
+            _refuse(value, path, "it contains itself or is nested too deeply")
+        self._open.add(id(value))
+        encoded = self._container(value, path)
+        self._open.discard(id(value))
+        return encoded
 
     def _container(self, value: Any, path: _Path) -> Json:
         if isinstance(value, Mapping):
-            items = [[self._key(k, (*path, k)), self.encode(v, (*path, k))] for k, v in value.items()]
+            items = [[self._key(k, at := (*path, k)), self.encode(v, at)] for k, v in value.items()]
             is_plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
             return dict(items) if is_plain else {"$dict": items}
         if isinstance(value, set | frozenset):
             items = [self._key(item, (*path, item)) for item in sorted(value, key=repr)]
             return {"$set" if isinstance(value, set) else "$frozenset": items}
-        items = [self.encode(item, (*path, index)) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
+        # Long ones are of plain numbers: the state of Python's generator has 625.
+        encoded: list[Json] = [
+            item if type(item) is int and abs(item) < _LONG else self.encode(item, (*path, index))
+            for index, item in enumerate(value)
+        ]
+        return encoded if isinstance(value, list) else {"$tuple": encoded}
 
     def _key(self, value: Any, path: _Path) -> Json:
         if type(value) is str:
@@ -143,17 +152,21 @@ class _Encoder:
         return encoded
 
     def _tensor(self, tensor: Tensor, path: _Path) -> Json:
-        is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_nested or _is_wrapper(tensor)
-        if is_odd or is_lazy(tensor):
+        is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_nested
+        if type(tensor) is not Tensor or tensor.requires_grad:
+            is_odd = is_odd or _is_wrapper(tensor) or is_lazy(tensor)
+            tensor = tensor if is_odd else tensor.detach()
+        if is_odd:
             _refuse(tensor, path, "give a plain tensor with data (of a DTensor, its to_local())")
-        tensor = tensor.detach()
         if tensor.layout == torch.sparse_coo:
             parts = enumerate((tensor._indices(), tensor._values()))
             encoded = [self._tensor(part, (*path, index)) for index, part in parts]
             return {"$sparse": encoded, "size": list(tensor.shape), "coalesced": tensor.is_coalesced()}
         if tensor.layout != torch.strided:
             _refuse(tensor, path, "give a dense or sparse COO tensor")
-        if (key := _alias_key(tensor := tensor.as_subclass(Tensor))) not in self._stored:
+        if type(tensor) is not Tensor:
+            tensor = tensor.as_subclass(Tensor)
+        if (key := _alias_key(tensor)) not in self._stored:
             self._stored[key] = (tensor, self._dense(tensor, path))
         return self._stored[key][1]
 
@@ -172,7 +185,8 @@ class _Encoder:
             is_view = storage.nbytes() != carrier.nbytes or storage.data_ptr() in self._storages
             carrier = carrier.clone() if is_view else carrier
             self._storages.add(carrier.untyped_storage().data_ptr())
-        base = ".".join(str(step) for step in path).encode("utf-8", "backslashreplace").decode() or "tensor"
+        base = ".".join(map(str, path)) or "tensor"
+        base = base if base.isascii() else base.encode("utf-8", "backslashreplace").decode()
         name, count = base, 1
         while name in self.tensors or name == "__metadata__":  # reserved by safetensors
             count += 1
@@ -209,6 +223,8 @@ def _encode_float(value: float) -> Json:
 
 
 def _encode_str(value: str) -> Json:
+    if value.isascii():
+        return str.__str__(value)
     try:
         value.encode()
     except UnicodeEncodeError:  # lone surrogates, which JSON would join into one character
@@ -220,7 +236,7 @@ _LEAVES: dict[type, Callable[[Any], Json]] = {
     type(None): lambda _: None,
     bool: bool,
     # Python limits the digits of decimal numbers, not of hexadecimal ones.
-    int: lambda value: int(value) if abs(value) < 2**64 else {"$int": hex(value)},
+    int: lambda value: int(value) if abs(value) < _LONG else {"$int": hex(value)},
     float: _encode_float,
     complex: lambda value: {"$complex": [_encode_float(value.real), _encode_float(value.imag)]},
     str: _encode_str,
@@ -232,80 +248,23 @@ _LEAVES: dict[type, Callable[[Any], Json]] = {
 }
 
 
-def _decode(encoded: Json, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(encoded, list):
-        return [_decode(item, tensors) for item in encoded]
-    if not isinstance(encoded, dict):
-        return encoded
-    if not (tag := next(iter(encoded), "")).startswith("$"):
-        return {key: _decode(item, tensors) for key, item in encoded.items()}
-    return _DECODERS[tag](encoded[tag], encoded, tensors)
-
-
-def _decode_tensor(name: str, more: Mapping[str, Json], tensors: Mapping[str, Tensor]) -> Tensor:
-    if "dtype" not in more:
-        return tensors[name]
-    dtype = _DTYPES[more["dtype"]]
-    return torch.view_as_complex(tensors[name]) if dtype.is_complex else tensors[name].view(dtype)
-
-
-def _decode_sparse(parts: Json, more: Mapping[str, Json], tensors: Mapping[str, Tensor]) -> Tensor:
-    indices, values = _decode(parts, tensors)
-    tensor = torch.sparse_coo_tensor(indices, values, more["size"], check_invariants=True)
-    return tensor._coalesced_(more["coalesced"])
-
-
-def _decode_numpy(payload: Json, more: Mapping[str, Json], tensors: Mapping[str, Tensor]) -> Any:
-    value = _decode(payload, tensors)
-    try:
-        import numpy as np  # noqa: PLC0415  optional
-    except ImportError:
-        if not isinstance(value, bytes):
-            return value
-        raise ValueError("the state holds NumPy values that need NumPy to be read") from None
-    if isinstance(value, Tensor):
-        return value.cpu().numpy()
-    dtype = np.lib.format.descr_to_dtype(_decode(more["dtype"], tensors))
-    if not isinstance(value, bytes):
-        return dtype.type(value)
-    shape = more.get("shape", ())
-    array = np.frombuffer(value, dtype).reshape(shape).copy() if value else np.zeros(shape, dtype)
-    return array if "shape" in more else array[()]
-
-
-# Each takes the tag's payload, the whole object and the tensors.
-_DECODERS: dict[str, Callable[[Any, Mapping[str, Json], Mapping[str, Tensor]], Any]] = {
-    "$int": lambda text, _, __: int(text, 16),
-    "$float": lambda parts, _, __: struct.unpack(">d", bytes.fromhex(parts[1]))[0],
-    "$complex": lambda parts, _, tensors: complex(*_decode(parts, tensors)),
-    "$str": lambda text, _, __: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
-    "$bytes": lambda text, _, __: base64.b64decode(text, validate=True),
-    "$dtype": lambda name, _, __: _DTYPES[name],
-    "$device": lambda name, _, __: torch.device(name),
-    "$size": lambda size, _, __: torch.Size(size),
-    "$path": lambda text, _, tensors: Path(_decode(text, tensors)),
-    "$dict": lambda pairs, _, tensors: {_decode(k, tensors): _decode(v, tensors) for k, v in pairs},
-    "$tuple": lambda items, _, tensors: tuple(_decode(items, tensors)),
-    "$set": lambda items, _, tensors: set(_decode(items, tensors)),
-    "$frozenset": lambda items, _, tensors: frozenset(_decode(items, tensors)),
-    "$tensor": _decode_tensor,
-    "$sparse": _decode_sparse,
-    "$numpy": _decode_numpy,
-}
-
-
 def tensors_in(obj: Any, *, max_depth: int = 32) -> Iterator[tuple[str, Tensor]]:
     """Yield the path and the tensor of every tensor in mappings, sequences, sets and dataclasses.
 
     Anything with ``keys()`` and ``[]`` counts as a mapping. A container is entered once, however often it
     occurs (cycles are fine), and what lies deeper than ``max_depth`` containers is left out.
     """
+    return ((format_path(path), tensor) for path, tensor in paths_in(obj, max_depth=max_depth))
+
+
+def paths_in(obj: Any, *, max_depth: int = 32) -> Iterator[tuple[Sequence[Any], Tensor]]:
+    """Yield the same tensors with the keys and indices that lead to them, which takes less."""
     entered: dict[int, Any] = {}  # holds on to the objects, so that no other gets their id
     waiting: list[tuple[_Path, Any]] = [((), obj)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, Tensor):
-            yield format_path(path), value
+            yield path, value
         elif len(path) < max_depth and not isinstance(value, _ATOMS) and id(value) not in entered:
             entered[id(value)] = value
             waiting += [((*path, step), child) for step, child in reversed(_children(value))]

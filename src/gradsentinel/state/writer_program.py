@@ -2,7 +2,8 @@
 
 It is run by its path and imports nothing but the standard library, so that it starts within milliseconds and
 takes little memory. What it is told and what it answers is written down in `gradsentinel.state.writer`; its
-arguments are the descriptors of the memory that it shares with the training, each with its size.
+arguments are the training's process id and the descriptors of the memory that it shares with it, each with
+its size.
 
 What it writes goes past the system's cache where the file system can do that (Linux: O_DIRECT). The cache
 would be a second copy, made with the memory bandwidth that the training needs, of what is not read again
@@ -22,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 _CHUNK = 1 << 20
+_LOOK = 5.0
+"""Seconds."""
 _SHARED = 1 << 63
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -150,12 +153,24 @@ def give_way() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def end_with(training: int) -> None:
+    """Look every few seconds whether the training is there: workers that it forked may hold the pipe open."""
+
+    def look(*_: object) -> None:
+        if os.getppid() != training:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK, _LOOK)
+
+
 def main() -> int:
     """Do what the pipe says until it ends or a zero comes; an answer with `errno` is the last one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the training decides, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     give_way()
-    places = [map(int, argument.split(":")) for argument in sys.argv[1:]]
+    end_with(int(sys.argv[1]))
+    places = [map(int, argument.split(":")) for argument in sys.argv[2:]]
     shared = [memoryview(mmap.mmap(place, size, prot=mmap.PROT_READ)) for place, size in places]
     buffer = memoryview(mmap.mmap(-1, _CHUNK))  # at the beginning of a page
     while size := take_number():
