@@ -1,7 +1,8 @@
 """What a snapshot costs the training, in memory and on disk, beside a blocking torch.save.
 
-Interleaved: steps with and without a snapshot alternate in one run, blocks of steps with and without the
-disk alternate, so that what else the machine does hits all of them alike.
+Interleaved: steps, and blocks of steps, with and without a snapshot alternate in one run, so that what else
+the machine does hits both alike, and both use the same memory: two models of the same size differ by more
+than a snapshot costs, by where in memory they happen to lie.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ ON_DISK = f"and on disk, one per {PERIOD} steps"
 BY_CLOCK = f"and on disk by the clock, one per {PERIOD} steps"
 BY_HAND = f"torch.save, one per {PERIOD} steps"
 BLOCK = 25
+BEFORE = 20
+"""The first block begins so many steps after a snapshot. The next one is taken 5 steps after the second block
+has begun, good 5 steps later, and has 15 to be written in."""
 WARM_UP = 6
 
 
 class Loop:
     """A watched training whose steps are timed."""
 
-    def __init__(self, rollback: Rollback | None, run_dir: Path | None = None) -> None:
+    def __init__(self, rollback: Rollback, run_dir: Path | None = None) -> None:
         self.net = workload.model()
         self.optimizer = torch.optim.AdamW(self.net.parameters(), 1e-4)
-        callbacks = [NanCallback(state_every=0, state_warmup=0)]
         self.sentinel = Sentinel(
             self.net,
             self.optimizer,
-            callbacks=callbacks if rollback is None else [*callbacks, rollback],
+            callbacks=[NanCallback(state_every=0, state_warmup=0), rollback],
             run_dir=run_dir,
         )
         self.run = self.sentinel._watch.run
@@ -91,10 +94,10 @@ def spent() -> tuple[float, float]:
     disk.
     """
     try:
-        used, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+        _, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
     except OSError:
         return time.thread_time(), 0.0
-    return int(used) / 1e9, int(queued) / 1e9
+    return time.thread_time(), int(queued) / 1e9  # what the file says of the first is some milliseconds old
 
 
 def on_disk(x: Tensor, folder: Path, blocks: int) -> dict[str, float]:
@@ -104,28 +107,26 @@ def on_disk(x: Tensor, folder: Path, blocks: int) -> dict[str, float]:
     training's thread stood in line for a processor, which leaves what the snapshot itself takes from it: its
     own work, and waiting for locks and the disk. On a machine with a core to spare the two are the same.
     """
-    plain = Loop(None, folder / "plain")
-    saving = Loop(Rollback(every=BLOCK, confirm_after=5, on_disk=1), folder / "run")
-    for loop in (plain, saving):
-        list(loop.steps(x, BLOCK))
-    ratios, stalls, waits, beside = [], [], [], []
-    for number in range(blocks):
-        times, own, waited, all_threads = {}, {}, {}, {}
-        for loop in (plain, saving) if number % 2 else (saving, plain):
-            saving.run.states.finish()  # what the block before has left over is not this block's
+    loop = Loop(Rollback(every=2 * BLOCK, confirm_after=5, on_disk=1), folder / "run")
+    list(loop.steps(x, 4 * BLOCK + BEFORE))
+    ratios, stalls, waits, beside, plain = [], [], [], [], []
+    for _ in range(blocks):
+        times, own, waited, all_threads = [], [], [], []
+        for _ in ("without", "with"):
+            loop.run.states.finish()  # what the block before has left over is not this block's
             (used, queued), everyone = spent(), time.process_time()
-            times[loop] = sum(loop.steps(x, BLOCK))
+            times.append(sum(loop.steps(x, BLOCK)))
             now = spent()
-            waited[loop] = max(0.0, times[loop] - (now[0] - used) - (now[1] - queued))
-            own[loop] = now[0] - used
-            all_threads[loop] = time.process_time() - everyone
-        ratios.append(times[saving] / times[plain])
-        stalls.append(own[saving] + waited[saving] - own[plain] - waited[plain])
-        waits.append(waited[saving] - waited[plain])
-        beside.append(all_threads[saving] - own[saving])
-    cost = saving.run.staging.cost
-    saving.sentinel.close()
-    plain.sentinel.close()
+            own.append(now[0] - used)
+            waited.append(max(0.0, times[-1] - own[-1] - (now[1] - queued)))
+            all_threads.append(time.process_time() - everyone)
+        ratios.append(times[1] / times[0])
+        stalls.append(own[1] + waited[1] - own[0] - waited[0])
+        waits.append(waited[1] - waited[0])
+        beside.append(all_threads[1] - own[1])
+        plain.append(own[0])
+    cost = loop.run.staging.cost
+    loop.sentinel.close()
     return {
         "block over plain block": statistics.median(ratios),
         "stall of a snapshot on disk": 1e3 * statistics.median(stalls),
@@ -134,7 +135,7 @@ def on_disk(x: Tensor, folder: Path, blocks: int) -> dict[str, float]:
         "processor time of the thread beside the training": 1e3 * statistics.median(beside),
         "write beside the training": 1e3 * cost.write_seconds / max(cost.written, 1),
         "waited for the disk": 1e3 * cost.wait_seconds / max(cost.written, 1),
-        "processor time of a plain step": 1e3 * own[plain] / BLOCK,
+        "processor time of a plain step": 1e3 * statistics.median(plain) / BLOCK,
     }
 
 
