@@ -28,10 +28,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from gradsentinel.state.archive import ArchiveError, check_archive, read_archive
+from gradsentinel.state.checkpoint_writer import SnapshotWriter
 from gradsentinel.state.export import named_nest
-from gradsentinel.state.parts import SNAPSHOT_KIND, complete_states
+from gradsentinel.state.parts import CHECKPOINT_KIND, SNAPSHOT_KIND, checkpoints, complete_states
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.store import RunDirectory
+
+__all__ = ["Pieces", "SnapshotReader", "SnapshotWriter", "map_snapshot"]
 
 _Place = tuple[str, tuple[int, ...]]
 """A tensor by its key, and where in the whole a part begins."""
@@ -59,15 +62,20 @@ class SnapshotReader(StorageReader):
         self, run_dir: str | os.PathLike[str], *, step: int | None = None, check: bool = True
     ) -> None:
         where = RunDirectory(Path(run_dir)).snapshots
-        fitting = [one for one in complete_states(where) if step is None or one.step == step]
+        there = [*checkpoints(where), *complete_states(where)]  # the run's own are preferred at the same step
+        fitting = sorted((s for s in there if step in (None, s.step)), key=lambda state: state.step)
         if not fitting:
             raise ArchiveError(
                 f"{where} holds no complete state" + ("" if step is None else f" of step {step}")
             )
+        chosen = fitting[-1]
         if check:
-            for path in fitting[-1].paths:
-                check_archive(path, kind=SNAPSHOT_KIND)
-        self._read([map_snapshot(path) for path in fitting[-1].paths])
+            for path in chosen.paths:
+                check_archive(path, kind=chosen.kind)
+        if chosen.kind == SNAPSHOT_KIND:
+            self._read([map_snapshot(path) for path in chosen.paths])
+        else:
+            self._read_checkpoint(chosen.paths)
 
     @classmethod
     def of(cls, parts: Sequence[Snapshot]) -> SnapshotReader:
@@ -76,12 +84,25 @@ class SnapshotReader(StorageReader):
         reader._read(parts)
         return reader
 
-    def _read(self, parts: Sequence[Snapshot]) -> None:
+    def _start(self) -> None:
         self._values: dict[str, Any] = {}
         """What is no tensor, of the first rank."""
         self._chunks: dict[_Place, Tensor] = {}
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._mappings: dict[str, Any] = {}
+
+    def _read_checkpoint(self, paths: Sequence[Path]) -> None:
+        self._start()
+        for path in paths:
+            part, _ = read_archive(path, kind=CHECKPOINT_KIND, lazily=True)
+            self._mappings.update(part["names"])
+            self._values = {**part["values"], **self._values}
+            for key, chunks in part["tensors"].items():
+                for chunk in chunks:
+                    self._add(key, chunk["values"], chunk)
+
+    def _read(self, parts: Sequence[Snapshot]) -> None:
+        self._start()
         for rank, part in enumerate(parts):
             nest, places = named_nest(part)
             planner = DefaultSavePlanner()

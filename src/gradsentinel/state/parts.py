@@ -1,14 +1,22 @@
-"""Which archives are the parts of one state: one of each rank that saved it."""
+"""Which archives are the parts of one state: one of each rank that saved it.
+
+A run's own states are archives side by side, which their ranks name by themselves. What
+torch.distributed.checkpoint has saved is a directory of them, which gets its name when all are there.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradsentinel.state.archive import list_archives, read_manifest
+from gradsentinel.state.archive import ArchiveError, list_archives, read_manifest
 
 SNAPSHOT_KIND = "snapshot"
+CHECKPOINT_KIND = "checkpoint"
+_CHECKPOINT = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,7 @@ class SavedState:
     iteration: int
     paths: tuple[Path, ...]
     """By rank."""
+    kind: str = SNAPSHOT_KIND
 
 
 def complete_states(snapshots: Path) -> list[SavedState]:
@@ -31,6 +40,32 @@ def complete_states(snapshots: Path) -> list[SavedState]:
         for (iteration, step, size), paths in sorted(found.items())
         if set(paths) >= set(range(size))
     ]
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the directory of a state that torch.distributed.checkpoint has saved."""
+    return f"step-{step:09d}"
+
+
+def part_name(rank: int) -> str:
+    """Return the name of a rank's archive in it."""
+    return f"rank{rank}"
+
+
+def checkpoints(snapshots: Path) -> list[SavedState]:
+    """Return the whole states that torch.distributed.checkpoint has saved in a directory, oldest first."""
+    found = []
+    for path in sorted(snapshots.glob("step-*")):
+        if not _CHECKPOINT.fullmatch(path.name) or not path.is_dir():
+            continue
+        parts = {one.name: one for one in list_archives(path, CHECKPOINT_KIND)}
+        with suppress(ArchiveError):  # what somebody has taken away
+            meta = read_manifest(path / part_name(0), kind=CHECKPOINT_KIND, schema=None).meta
+            names = [part_name(rank) for rank in range(int(meta["world_size"]))]
+            if set(names) <= set(parts):
+                ordered = tuple(parts[name] for name in names)
+                found.append(SavedState(int(meta["step"]), int(meta["iteration"]), ordered, CHECKPOINT_KIND))
+    return sorted(found, key=lambda one: one.step)
 
 
 def orphans(snapshots: Path, ranks: int) -> Iterator[tuple[tuple[int, int], Path]]:
