@@ -32,7 +32,7 @@ from gradsentinel import (
     SnapshotMismatch,
     TrainingAborted,
 )
-from gradsentinel.state import saved_states
+from gradsentinel.state import scribe
 from gradsentinel.state.archive import read_archive, write_archive
 from gradsentinel.state.lock import RunLock
 from gradsentinel.state.saved_states import SNAPSHOT_KIND
@@ -567,7 +567,7 @@ def test_kill_9_at_fifty_moments_in_time(run_dir, monkeypatch, writer):
     written, which waits until the one before it is there. So that one is on disk, whatever the speed of
     the machine.
     """
-    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0 if writer == "process" else 1 << 40)
+    monkeypatch.setattr(scribe, "_FOR_A_PROCESS", 0 if writer == "process" else 1 << 40)
     reference = build(**FULL)
     life(reference, LOADERS["shuffled"](), run_dir.with_name("reference"), epochs=2)
     expected = everything(reference)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradsentinel import NanCallback, Rollback, Sentinel
-from gradsentinel.state import saved_states, writer
+from gradsentinel.state import scribe, writer
 from gradsentinel.state.archive import read_archive, write_archive
 from gradsentinel.state.shared import SharedMemory
 from gradsentinel.state.staging import Staging
@@ -183,7 +183,7 @@ def test_a_run_hands_over_next_to_nothing(tmp_path, monkeypatch):
             sentinel.step()
         sentinel._watch.run.states.finish()
         size = sentinel._watch.run.known_good.nbytes()
-    assert size > saved_states._FOR_A_PROCESS
+    assert size > scribe._FOR_A_PROCESS
     assert told
     assert sum(one.piped for one in told) < size / 50
     assert sentinel._watch.run.states.failures() == []

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradsentinel import NanCallback, Rollback
-from gradsentinel.state import saved_states, writer_program
+from gradsentinel.state import saved_states, scribe, writer_program
 from gradsentinel.state import writer as writer_module
 from gradsentinel.state.archive import ArchiveError, read_archive, write_archive
 from gradsentinel.state.archive_files import checksum, octets, write_file
@@ -220,7 +220,7 @@ def test_a_run_whose_states_are_large_uses_it(tmp_path, monkeypatch):
             super().__init__(memory)
             started.append(self._process)
 
-    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
+    monkeypatch.setattr(scribe, "_FOR_A_PROCESS", 0)
     monkeypatch.setattr(writer_module, "Writer", Counted)
     failures, names = life(tmp_path / "run")
     assert failures == []
@@ -235,7 +235,7 @@ def test_a_run_goes_on_without_it(tmp_path, monkeypatch, caplog):
     def none(memory):
         raise NoWriter("this program is not run by a Python that could be started again")
 
-    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
+    monkeypatch.setattr(scribe, "_FOR_A_PROCESS", 0)
     monkeypatch.setattr(writer_module, "Writer", none)
     failures, names = life(tmp_path / "run")
     assert failures == []
@@ -264,15 +264,14 @@ def test_one_that_is_lost_is_replaced_and_not_for_ever(tmp_path, monkeypatch, ca
         def sees_all(self):  # so that one is started for each state
             return strike == "in the middle"
 
-    class Counted(saved_states.SavedStates):
-        def _write_beside(self, snapshot):
-            path = super()._write_beside(snapshot)
-            written.append(path)
-            return path
+    class Counted(scribe.Scribe):
+        def write_beside(self, snapshot, *, there):
+            super().write_beside(snapshot, there=there)
+            written.append(snapshot.step)
 
-    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
+    monkeypatch.setattr(scribe, "_FOR_A_PROCESS", 0)
     monkeypatch.setattr(writer_module, "Writer", Mortal)
-    monkeypatch.setattr("gradsentinel.run.SavedStates", Counted)
+    monkeypatch.setattr(saved_states, "Scribe", Counted)
     failures, names = life(tmp_path / "run", steps=30)
     assert failures == []
     assert len(names) == 1
@@ -302,7 +301,7 @@ def test_a_disk_that_refuses_the_process_is_told_as_ever(tmp_path, monkeypatch):
         def write_file(self, path, pieces):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(saved_states, "_FOR_A_PROCESS", 0)
+    monkeypatch.setattr(scribe, "_FOR_A_PROCESS", 0)
     monkeypatch.setattr(writer_module, "Writer", Full)
     run = build()
     with run.sentinel(

@@ -91,6 +91,7 @@ def test_two_ranks_load_what_one_has_saved(tmp_path):
         assert {**one, "schedule": None} == {**expected, "schedule": None}
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="its async_save copies nothing on CPUs")
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_what_is_saved_beside_the_training_is_the_state_of_that_moment(kind, tmp_path):
     expected = run_ranks(save, 2, tmp_path, tmp_path / "run", 2, kind, "beside")[0]

@@ -39,13 +39,14 @@ WRITERS = """
     integrations/megatron/gradients integrations/megatron/host integrations/megatron/places
     integrations/megatron/returns integrations/megatron/search integrations/state_check ranks/blame
     ranks/handover ranks/origin ranks/replicas ranks/testimony ranks/topology state/health state/retreat
-    state/ring state/saved_states
+    state/ring state/saved_states state/scribe state/together
 """
 # Modules that write messages, evidence, remedies, recoveries and notes of incidents.
 NO_SENTENCES = {
     # names, numbers and ranges, the same in any language
     *(
         "rank {0}",
+        "rank {0}: {1}",
         "{0} of {1}",
         "{0} to {1}",
         "{0} in {1}",

@@ -56,6 +56,9 @@ class Rollback(Responder):
     on_disk: int = 0
     """So many known-good snapshots are kept in the run directory, written beside the training as they are
     found good, for a restart with `Sentinel(resume="auto")`; 0 writes one only when the run is aborted."""
+    together: bool = False
+    """With several ranks: a state on disk is finished by all of them, through
+    `torch.distributed.checkpoint`, or by none; over gloo, beside the training."""
     data: str = "go_on"
     """What comes after a rollback: "go_on" takes the next batches, so those since the snapshot are lost;
     "replay" draws them once more, without those that led to an incident. That needs `Sentinel.steps`, a
@@ -78,6 +81,8 @@ class Rollback(Responder):
         for name in ("confirm_after", "max_rollbacks", "on_disk"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be 0 or more")
+        if self.together and not self.on_disk:
+            raise ConfigurationError("together=True needs on_disk=1 or more: it is about states on disk")
         if self.data not in {"go_on", "replay"}:
             raise ConfigurationError(f"data={self.data!r}; choose 'go_on' or 'replay'")
         self._budget = Budget(self.max_rollbacks, self.window)
@@ -106,6 +111,8 @@ class Rollback(Responder):
         event.run.states.keep = self.on_disk
         if self.on_disk:
             event.run.staging.share()
+            if self.together:
+                event.run.states.write_together()
 
     def on_step_start(self, event: events.StepStart) -> None:
         """Keep the initial state, as late as possible: a checkpoint may have been loaded until now.

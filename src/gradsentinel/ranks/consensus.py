@@ -187,7 +187,7 @@ class DistributedConsensus:
         """Give the group back: if gloo still works for it when the interpreter ends, the process aborts."""
         group, self._group, self._failure = self._group, None, self._failure or "the run is closed"
         if group is not None:
-            _give_back(group)
+            give_back(group)
 
     @contextmanager
     def _answered(self, hint: str = "") -> Iterator[None]:
@@ -209,7 +209,7 @@ class DistributedConsensus:
         group, self._group = self._group, None
         if group is None:  # there was none yet; torch would take the whole job's instead
             return
-        _give_back(group)
+        give_back(group)
 
     def _who_is_missing(self, error: RuntimeError) -> str:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -239,7 +239,7 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _give_back(group: Any) -> None:
+def give_back(group: Any) -> None:
     """Destroy a group, as soon as the caller lets go of it, too."""
     # A gloo of torch 2.6 waits for its threads while it holds the interpreter, which they need to let go of
     # the last collective's tensors: they are given the time.

@@ -7,11 +7,9 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gradsentinel.incident import fold
 from gradsentinel.ranks.consensus import Consensus
 from gradsentinel.state.archive import (
     ArchiveError,
@@ -19,26 +17,20 @@ from gradsentinel.state.archive import (
     read_archive,
     read_manifest,
     remove_archive,
-    remove_stale,
-    write_archive,
 )
 from gradsentinel.state.background import Background
 from gradsentinel.state.disk import Disk, is_of_the_disk
 from gradsentinel.state.parts import SNAPSHOT_KIND, complete_states, orphans
 from gradsentinel.state.resharding import CannotDivide
+from gradsentinel.state.scribe import Scribe
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.state.staging import Staging
-from gradsentinel.state.tree import UnsupportedStateError, flatten
-from gradsentinel.state.writer import KeptWriter, Writer
 from gradsentinel.store import unused
 
 logger = logging.getLogger("gradsentinel")
 
 _PATIENCE = 600.0
 """Seconds that the training waits for a disk that is slower than the snapshots follow each other."""
-
-_FOR_A_PROCESS = 4 << 20
-"""Bytes from which on a state is worth a process: to start one costs as much as to write so many."""
 
 _WHAT = "the known-good states"
 
@@ -79,7 +71,7 @@ class SavedStates:
         """Those that this process has written, or found to be there."""
         self._asked: int | None = None
         """When the last was asked for, until older ones were thinned out."""
-        self._beside = KeptWriter()
+        self._scribe = Scribe(directory, consensus, staging)
         self._failed: list[tuple[Mark, str]] = []
         self._unusable: set[Mark] = set()
         """Those that some rank could not read."""
@@ -107,12 +99,13 @@ class SavedStates:
         self._last, self._asked = mark, now
 
         def write() -> None:
-            if self._is_ours(self.saved().get(mark)):  # it was taken up again, or gone back to
+            there = self._is_ours(self.saved().get(mark))  # it was taken up again, or gone back to
+            if there and not self._scribe.together:
                 self._written.add(mark)
                 return
             started = time.perf_counter()
             try:
-                self._write_beside(snapshot)
+                self._scribe.write_beside(snapshot, there=there)
             except Exception as error:
                 self._failed.append((mark, f"the state of step {snapshot.step} could not be saved: {error}"))
                 if is_of_the_disk(error):
@@ -134,7 +127,7 @@ class SavedStates:
         if there is not None:
             return there
         try:
-            path = self._write(snapshot)
+            path = self._scribe.write(snapshot)
         except (OSError, RuntimeError, TypeError) as error:
             if is_of_the_disk(error):
                 logger.error("the state of step %d could not be saved: %s", snapshot.step, error)  # noqa: TRY400
@@ -156,36 +149,13 @@ class SavedStates:
         """Wait until everything is written; False, and logged, if that takes too long."""
         return self._background.finish(_PATIENCE)
 
+    def write_together(self) -> None:
+        """From now on have all ranks finish a state beside the training, or none; called on every rank."""
+        self._scribe.write_together(_PATIENCE / 2)
+
     def close(self) -> None:
         """Have the process that writes ended when all is written, without waiting for that."""
-        self._background.submit("the end of the process that writes", self._beside.close)
-
-    def _write_beside(self, snapshot: Snapshot) -> Path:
-        """Have a large one written by a process, where there can be one: see `gradsentinel.state.writer`."""
-        if snapshot.nbytes() < _FOR_A_PROCESS:
-            return self._write(snapshot)
-        return self._beside.do(partial(self._write, snapshot), self._staging.shared)
-
-    def _write(self, snapshot: Snapshot, writer: Writer | None = None) -> Path:
-        flaws = snapshot.flaws()
-        if flaws:
-            raise ArchiveError(f"the state of step {snapshot.step} is not finite: {fold(flaws)}")
-        path = unused(self.directory, f"step-{snapshot.step:09d}-rank{self._consensus.rank}")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        remove_stale(self.directory)  # what a killed process left half written
-        meta = {
-            "step": snapshot.step,
-            "iteration": snapshot.iteration,
-            "known_good": True,
-            "world_size": self._consensus.world_size,
-        }
-        state = snapshot.to_tree()
-        try:
-            flatten(state["callbacks"])
-        except UnsupportedStateError as error:  # somebody's own callback is no reason to lose the weights
-            logger.warning("step %d is saved without what the callbacks remember: %s", snapshot.step, error)
-            state["callbacks"] = {}
-        return write_archive(path, state, meta, kind=SNAPSHOT_KIND, verify=True, writer=writer)
+        self._background.submit("the end of the process that writes", self._scribe.close)
 
     # -- thinning out -----------------------------------------------------------------------------
 
