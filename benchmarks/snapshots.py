@@ -108,7 +108,7 @@ def on_disk(x: Tensor, folder: Path, blocks: int) -> dict[str, float]:
     own work, and waiting for locks and the disk. On a machine with a core to spare the two are the same.
     """
     loop = Loop(Rollback(every=2 * BLOCK, confirm_after=5, on_disk=1), folder / "run")
-    list(loop.steps(x, 4 * BLOCK + BEFORE))
+    list(loop.steps(x, 12 * BLOCK + BEFORE))  # until no snapshot needs new memory
     ratios, stalls, waits, beside, plain = [], [], [], [], []
     for _ in range(blocks):
         times, own, waited, all_threads = [], [], [], []
