@@ -82,6 +82,28 @@ def test_a_new_level_is_accepted_in_time_and_not_before(factor, patience, seed):
     assert not band.holds(100 * factor)
 
 
+def test_a_band_is_due_whenever_expect_would_compute_it_anew():
+    baseline = taught()
+    while not baseline.due:
+        flagged(baseline, [1.0])
+    known = baseline.expect()
+    for _ in range(15):
+        flagged(baseline, [1.0])
+        assert not baseline.due
+        assert baseline.band is known  # a full window is looked at anew after 16 values
+    flagged(baseline, [1.0])
+    assert baseline.due
+    for undo in (lambda: baseline.forget_from(1010), lambda: baseline.load_state_dict(baseline.state_dict())):
+        baseline.expect()
+        undo()
+        assert baseline.due
+    young = taught(steady(10))
+    for step in range(5):
+        assert young.due
+        young.expect()
+        flagged(young, [1.0], first=100 + step)
+
+
 def test_an_explosion_needs_four_times_the_patience():
     assert len(flagged(taught(), [1e6] * 100)) == 32
     assert len(flagged(taught(), [20.0] * 100)) == 8

@@ -116,6 +116,17 @@ def evidence_of(
     )
 
 
+def evidence_of_nonfinite(broken: Mapping[str, float], *, action: Action, view: GradientView) -> Evidence:
+    """Return the evidence for a loss or norm that is not finite: no spike, but nothing to let through."""
+    name = "loss" if "loss" in broken else "grad_norm"
+    return Evidence(
+        kind=Kind.NONFINITE_LOSS if name == "loss" else Kind.NONFINITE_GRADIENT,
+        action=action,
+        message=f"the {WORDS[name]} is {broken[name]}",
+        tensors=view.evidence(),
+    )
+
+
 def evidence_of_groups(
     groups: Mapping[str, tuple[float, float, float]],
     *,

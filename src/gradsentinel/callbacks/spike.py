@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from gradsentinel import events
 from gradsentinel.callback import Detector, Responder
 from gradsentinel.callbacks.groups import GROUPINGS, GroupNorms
-from gradsentinel.callbacks.outliers import WORDS, Outlier, Past, evidence_of
+from gradsentinel.callbacks.outliers import Outlier, Past, evidence_of, evidence_of_nonfinite
 from gradsentinel.callbacks.players import player_of
 from gradsentinel.callbacks.signals import Sight, largest, loss_of, score_of, share_of, wide
 from gradsentinel.decision import Action, Kind
@@ -26,6 +26,7 @@ from gradsentinel.measures.baseline import Baseline
 from gradsentinel.measures.bounds import MOST_LAG
 from gradsentinel.run import Run
 
+_Watched = tuple[tuple[str, Baseline], ...]
 RULES = ("robust", "sigma", "history")
 _SIGNALS = ("grad_norm", "loss")
 _FLOORS = {"loss": 1.2, "grad_norm": 3.0}
@@ -97,11 +98,13 @@ class SpikeCallback(Detector):
     _ladder: list[Responder] = field(default_factory=list, init=False, repr=False)
     _series: dict[str, dict[str, Baseline]] = field(default_factory=dict, init=False, repr=False)
     """By player and signal."""
+    _watched: dict[tuple[Any, ...], _Watched] = field(default_factory=dict, init=False, repr=False)
+    """By player and settings the signals that are watched, each with its series: asked for in each step."""
     _grouped: dict[str, GroupNorms] = field(default_factory=dict, init=False, repr=False)
     _sights: dict[int, Sight] = field(default_factory=dict, init=False, repr=False)
     _glance: tuple[int, str, dict[str, Band]] | None = field(default=None, init=False, repr=False)
     """Of a step that needed no more: its number, its player and what was expected."""
-    _shown: dict[tuple[str, str], Band] = field(default_factory=dict, init=False, repr=False)
+    _shown: dict[Baseline, Band] = field(default_factory=dict, init=False, repr=False)
     """The bounds that were published last."""
     _past: deque[Past] = field(default_factory=lambda: deque(maxlen=64), init=False, repr=False)
 
@@ -151,14 +154,18 @@ class SpikeCallback(Detector):
         run = self._run
         if run is None or self.groups is not None:
             return None
-        player, bands = player_of(run), {}
-        for name in _SIGNALS:
-            if not getattr(self, name) or (name == "loss" and not losses):
+        player = "all" if len(run.optimizers) == len(run.host.optimizers) else player_of(run)
+        bands = {}
+        for name, baseline in self._watched.get((player, self.loss, self.grad_norm)) or self._watch(player):
+            if name == "loss" and not losses:
                 continue
-            band = self._baseline(player, name).expect()
+            band = baseline.expect() if baseline.due else baseline.band
             if band is not None:
                 bands[name] = band
-                if not band.holds(norm if name == "grad_norm" else math.fsum(losses) / len(losses)):
+                value = norm
+                if name == "loss":
+                    value = losses[0] if len(losses) == 1 else math.fsum(losses) / len(losses)
+                if not band.low <= value <= band.high:
                     return False
         self._glance = step, player, bands
         return True
@@ -195,21 +202,24 @@ class SpikeCallback(Detector):
             _, player, bands = self._glance
         else:
             return
-        if self._run is None or event.scaler_skipped or event.action is Action.ROLLBACK:
+        if self._run is None or event.scaler_skipped or (event.action and event.action is Action.ROLLBACK):
             return
         norm = event.grad_norm
-        if not math.isfinite(norm) and sight is not None and sight.true_norm is not None:
+        if sight is not None and sight.true_norm is not None and not math.isfinite(norm):
             norm = sight.true_norm
-        for name, value in (("loss", event.loss), ("grad_norm", norm)):
-            if value is not None and getattr(self, name):
-                self._baseline(player, name).learn(event.step, value, healthy=event.applied)
+        watched = self._watched.get((player, self.loss, self.grad_norm)) or self._watch(player)
+        for name, baseline in reversed(watched):
+            value = event.loss if name == "loss" else norm
+            if value is not None:
+                baseline.learn(event.step, value, healthy=event.applied)
                 band = bands.get(name)
-                if band is not None and band is not self._shown.get((player, name)):
-                    self._publish(player, band, name, event.iteration)
+                if band is not None and band is not self._shown.get(baseline):
+                    self._publish(player, baseline, band, name, event.iteration)
         if self.loss and self.grad_norm:
-            learnt = self._baseline(player, "loss").negligible
-            self._baseline(player, "grad_norm").ease = _LEARNT if learnt else 1.0
-        rate = max(event.learning_rates, default=None)
+            (_, of_norm), (_, of_loss) = watched
+            of_norm.ease = _LEARNT if of_loss.negligible else 1.0
+        rates = event.learning_rates
+        rate = rates[0] if len(rates) == 1 else max(rates, default=None)
         self._past.append(Past(event.step, event.loss, norm, rate))
 
     def on_recovery(self, event: events.RecoveryEvent) -> None:
@@ -239,8 +249,8 @@ class SpikeCallback(Detector):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what was learnt: a restarted run needs no warm-up."""
-        self._series.clear()
-        self._grouped.clear()
+        for kept in (self._series, self._watched, self._grouped):
+            kept.clear()
         for player, signals in state["series"].items():
             for name, kept in signals.items():
                 self._baseline(player, name).load_state_dict(kept)
@@ -249,11 +259,11 @@ class SpikeCallback(Detector):
                 self._grouped[player] = self._new_groups()
                 self._grouped[player].load_state_dict(kept)
 
-    def _publish(self, player: str, band: Band, name: str, iteration: int) -> None:
+    def _publish(self, player: str, baseline: Baseline, band: Band, name: str, iteration: int) -> None:
         """Leave a bound that has moved where TensorBoard finds it."""
         if self._run is None or band.early:
             return
-        self._shown[player, name] = band
+        self._shown[baseline] = band
         whose = "" if player == "all" else f"/optimizer{player}"
         self._run.metrics[f"spike/{name}_bound{whose}"] = (iteration, band.high)
 
@@ -335,6 +345,10 @@ class SpikeCallback(Detector):
             )
         return signals[name]
 
+    def _watch(self, player: str) -> _Watched:
+        found = tuple((name, self._baseline(player, name)) for name in _SIGNALS if getattr(self, name))
+        return self._watched.setdefault((player, self.loss, self.grad_norm), found)
+
     def _new_groups(self) -> GroupNorms:
         return GroupNorms(
             by=self.groups or "parameter",
@@ -353,7 +367,8 @@ class SpikeCallback(Detector):
         numbers = sight.read()
         broken = {name: value for name, value in numbers.items() if not math.isfinite(value)}
         if broken:
-            return self._not_finite(broken, sight)
+            drastic = self._action(exploded=self.explosion is not None)
+            return evidence_of_nonfinite(broken, action=drastic, view=sight.view)
         outliers = [
             Outlier(
                 signal=name,
@@ -378,14 +393,4 @@ class SpikeCallback(Detector):
             view=sight.view,
             past=self._past,
             window=self.window,
-        )
-
-    def _not_finite(self, broken: Mapping[str, float], sight: Sight) -> Evidence:
-        """A value that is not finite is no spike, but nothing to let through either."""
-        name = "loss" if "loss" in broken else "grad_norm"
-        return Evidence(
-            kind=Kind.NONFINITE_LOSS if name == "loss" else Kind.NONFINITE_GRADIENT,
-            action=self._action(exploded=self.explosion is not None),
-            message=f"the {WORDS[name]} is {broken[name]}",
-            tensors=sight.view.evidence(),
         )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from gradsentinel.measures.bands import Band, Life, Rule, early, with_explosion
+from gradsentinel.measures.bands import INFINITY, Band, Life, Rule, early, with_explosion
 
 _FIRST = 3
 """From so many values on an explosion shows."""
@@ -42,6 +42,10 @@ class _Value(NamedTuple):
     turn: int
     step: int
     value: float
+
+
+_new = tuple.__new__
+"""Makes a named tuple without the function of Python that it has for that."""
 
 
 class _Regime(NamedTuple):
@@ -104,7 +108,10 @@ class Baseline:
         """The values outside within the last windows."""
         self._old: _Regime | None = None
         self._back = 0
-        self._band: Band | None = None
+        self.due = False
+        """True if the band is to be computed anew before it is used again: by `expect`."""
+        self.band: Band | None = None
+        """Where the next value is expected, unless `due`: who asks in each step spares a call."""
         self._stale = 0
         """How many values the band does not know yet."""
         self._peaks: deque[_Value] = deque()
@@ -122,7 +129,7 @@ class Baseline:
     @property
     def negligible(self) -> bool:
         """True if the series is now at less than the negligible share of the level that it began with."""
-        band, first = self.expect(), self._first
+        band, first = self.expect() if self.due else self.band, self._first
         return band is not None and first is not None and 0 < band.center < self._negligible * first
 
     @property
@@ -132,24 +139,25 @@ class Baseline:
 
     def expect(self) -> Band | None:
         """Return where the next value is expected; None while nothing is known."""
-        count = len(self._kept)
-        if self._stale and (self._band is None or count < _SOON or self._stale >= _REFRESH):
-            self._stale = 0
-            self._band = self._judge() if count >= _FIRST else None
-        return self._band
+        if self.due:
+            self.due, self._stale = False, 0
+            self.band = self._judge() if len(self._kept) >= _FIRST else None
+        return self.band
 
     def learn(self, step: int, value: float, *, healthy: bool = True) -> bool:
         """Take note of a value and return True if it is inside the band and became part of the baseline.
 
         Of a step that was dropped for another reason (`healthy` False) nothing is learnt.
         """
-        if not math.isfinite(value) or (self._positive and value <= 0):
+        if not -INFINITY < value < INFINITY or (self._positive and value <= 0):
             return False
         self._turn += 1
-        entry, band = _Value(self._turn, step, value), self.expect()
+        # What each step goes through is in one function: a further one would cost some microseconds, as the
+        # training has pushed that out of the caches.
+        entry, band = _new(_Value, (self._turn, step, value)), self.expect() if self.due else self.band
         while self._outside and self._outside[0].turn <= self._turn - _MEMORY * self.window:
             self._outside.popleft()
-        if band is not None and not band.holds(value):
+        if band is not None and not band.low <= value <= band.high:
             self._streak.append(entry)
             self._outside.append(entry)
             self._consider(band)
@@ -163,6 +171,7 @@ class Baseline:
         self._kept.append(entry)
         far = band is not None and value > band.center + _FAR * (band.high - band.center)
         self._stale += _REFRESH if far else 1  # a series that has begun to climb is followed closely
+        self.due = band is None or self._stale >= _REFRESH or len(self._kept) < _SOON
         if self._old is not None:
             self._compare_with_old(entry)
         return True
@@ -237,7 +246,7 @@ class Baseline:
         return with_explosion(replace(band, high=high, began=self._first), self._explosion)
 
     def _renew(self) -> None:
-        self._band, self._stale = None, 1
+        self.band, self.due, self._stale = None, True, 1
 
     def _remember_peak(self, entry: _Value) -> None:
         while self._peaks and self._peaks[-1].value <= entry.value:
