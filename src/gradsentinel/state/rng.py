@@ -48,12 +48,14 @@ class RngState:
         if devices:
             for device in _devices(devices):
                 accelerators.update(device.generator_states())
-        return cls(
+        made = cls.__new__(cls)
+        made.__dict__.update(  # at once: made in each step, and a frozen one sets each field by a call
             torch_cpu=torch.default_generator.get_state(),
             python=_python_state(),
             numpy=None if numpy is None else _numpy_state(numpy),
-            devices=tuple(accelerators.items()),
+            devices=tuple(accelerators.items()) if accelerators else (),
         )
+        return made
 
     def restore(self) -> tuple[str, ...]:
         """Put the generators back, and return the names of the devices that are not there to be put back.
@@ -133,6 +135,12 @@ class _Twister:
         self._listed = listed
         self.reader: object = None
         """What reads the state of it, where others might put something else in its place."""
+        self.quick: tuple[Any, object, Array[c_char], bytes, Any] | None = None
+        """The generator, what belongs to its state elsewhere, its memory, what that held, and the state then.
+
+        The short way of a step, in which nobody has drawn: an object that is held does not move. Who finds
+        the same again has the state. That is done in place: a call would take as long as all the rest.
+        """
         self._generator: object = None
         """The one whose memory was compared with its state."""
         self._as_expected = False
@@ -140,16 +148,6 @@ class _Twister:
         """An address, and what lies there: read only while the object it is a part of is held."""
         self._last: tuple[object, bytes, Any] | None = None
         """What belongs to the state elsewhere, the memory, and the state as it was read."""
-
-    def unchanged(self, generator: object, rest: object) -> Any:
-        """Return the state as it was read last while it is that of this generator; None if it may not be.
-
-        The short way of a step, in which nobody has drawn: an object that is held does not move.
-        """
-        last, seen = self._last, self._seen
-        if last is None or seen is None or generator is not self._generator or not self._as_expected:
-            return None
-        return last[2] if last[0] == rest and last[1] == seen[1].raw else None
 
     def state(self, generator: object, address: int, rest: object, read: Callable[[], Any]) -> Any:
         """Return the state; the very same object as long as it is the same state.
@@ -179,11 +177,13 @@ class _Twister:
             struct.pack_into("=i", told, self._place, place)
             self._generator, self._as_expected = generator, told == look
         self._last = (rest, look, state) if whole else None
+        trusted = whole and generator is self._generator and self._as_expected
+        self.quick = (generator, rest, memory, look, state) if trusted else None
         return state
 
     def forget(self) -> None:
         """Have the state read the next time."""
-        self._last = None
+        self._last = self.quick = None
 
 
 _python = _Twister(words=4, place=0, listed=lambda state: (state[1][:-1], state[1][-1]))
@@ -195,25 +195,25 @@ _IN_OBJECT = _CPYTHON and _random.Random.__basicsize__ >= object.__basicsize__ +
 
 def _python_state() -> tuple[Any, ...]:
     generator: Any = getattr(random, "_inst", None)  # whose methods the functions of the module are
-    if random.getstate is _python.reader:
-        known = _python.unchanged(generator, getattr(generator, "gauss_next", None))
-        if known is not None:
-            return known  # type: ignore[no-any-return]
+    if _python.quick is not None and random.getstate is _python.reader:
+        known, rest, memory, look, state = _python.quick
+        if known is generator and generator.gauss_next == rest and memory.raw == look:
+            return state  # type: ignore[no-any-return]
     if not (_IN_OBJECT and isinstance(generator, _random.Random)):
         return random.getstate()
     if random.getstate != generator.getstate:  # somebody put others in their place
         return random.getstate()
     _python.reader = random.getstate
     address, rest = id(generator) + object.__basicsize__, getattr(generator, "gauss_next", None)
-    state: tuple[Any, ...] = _python.state(generator, address, rest, generator.getstate)
-    return state
+    return _python.state(generator, address, rest, generator.getstate)  # type: ignore[no-any-return]
 
 
 def _numpy_state(module: Any) -> Mapping[str, Any]:
+    if _numpy.quick is not None:
+        known, _, memory, look, state = _numpy.quick
+        if known is module.get_bit_generator() and memory.raw == look:
+            return state  # type: ignore[no-any-return]
     generator: Any = getattr(module, "get_bit_generator", lambda: None)()
-    state: Mapping[str, Any] | None = _numpy.unchanged(generator, None)
-    if state is not None:
-        return state
     if not _CPYTHON or type(generator) is not module.MT19937:  # others may be of any size
         return module.get_state(legacy=False)  # type: ignore[no-any-return]
     address = generator.ctypes.state_address  # what NumPy offers for this: the struct within the object
