@@ -113,7 +113,7 @@ def test_removing_while_the_event_is_delivered():
     bus.emit(step_start(0))
     bus.emit(step_start(1))
     assert heard == [0, 1]
-    assert len(bus._listeners[StepStart]) == 1
+    assert len(bus.heard[StepStart]) == 1
 
 
 def test_every_and_once():

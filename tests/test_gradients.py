@@ -717,6 +717,17 @@ def test_an_alarm_makes_the_norm_infinite_and_can_be_taken_back(mesh):
     assert torch.equal(quiet.total_norm, plain.total_norm)
 
 
+def test_the_norm_of_one_is_that_of_the_total_also_when_the_gradients_are_gone():
+    gradients = [torch.randn(3), torch.randn(4, 2)]
+    view = GradientView(zip("ab", gradients, strict=True))
+    expected = torch._foreach_norm(gradients, 2.0)
+    total = view.total_norm
+    assert torch.equal(total, torch.linalg.vector_norm(torch.stack(expected)))
+    view.retire()
+    assert [float(view.norm_of(name)) for name in "ab"] == [float(norm) for norm in expected]
+    assert view.total_norm is total
+
+
 def test_a_retired_view_keeps_what_was_measured_and_lets_go_of_the_gradients():
     good, bad = torch.randn(3), torch.tensor([1.0, float("nan")])
     view = GradientView([("good", good), ("bad", bad), ("whole", torch.ones(2, dtype=torch.int64))])
@@ -728,6 +739,7 @@ def test_a_retired_view_keeps_what_was_measured_and_lets_go_of_the_gradients():
     assert view.retired
     assert view.gradients == ()
     assert torch.equal(view.norms.nan_to_num(-1), before.nan_to_num(-1))
+    assert view.norm_of("good") == before[0]
     assert view.names == ("good", "bad")
     assert set(view.unchecked) == {"whole"}
     (evidence,) = view.evidence()

@@ -34,6 +34,20 @@ def test_a_module_that_is_added_during_the_run_is_watched_too(run_dir):
     assert bad(model) == []
 
 
+def test_a_loss_that_is_written_to_after_its_backward_pass_stands_for_no_graph(run_dir):
+    model, optimizer = make()
+    with Sentinel(model, optimizer, callbacks=[NanCallback()], run_dir=run_dir) as sentinel:
+        for batch in sentinel.steps([torch.randn(8, 4)] * 2):
+            loss = model(batch).square().mean()
+            sentinel.backward(loss)
+            scene = sentinel._watch.run.scene
+            assert scene.graph == (0, loss.grad_fn)
+            loss /= 2  # as for the log; its node is that of the division now
+            assert scene.graph is None
+            sentinel.step()
+    assert not sentinel.incidents
+
+
 class Bank(nn.Module):
     """Writes to a large buffer through .data, from the 10th step on."""
 

@@ -205,10 +205,10 @@ def make_guard(kind: str, host: TorchHost, watch: Watch, ema: Any, model: Any, l
     return DeviceGuard(host, watch, lag)
 
 
-def ema_updater(ema: Any, model: Any) -> Callable[[], None]:
-    """Return what updates an average of the weights; raises ConfigurationError if it has no way to."""
+def ema_updater(ema: Any, model: Any) -> Callable[[], None] | None:
+    """Return what updates an average of the weights, if any; raises ConfigurationError if it cannot."""
     if ema is None:
-        return lambda: None
+        return None
     for name, with_model in (("update_parameters", True), ("update", True), ("update", False)):
         method = getattr(ema, name, None)
         if method is None:

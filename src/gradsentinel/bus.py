@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -98,9 +98,12 @@ class Bus:
         self._off: set[int] = set()
         self._last_incident = -math.inf
         """The step of the last incident."""
-        self._listeners: dict[type[Event], tuple[Listener, ...]] = dict.fromkeys(METHODS, ())
-        self._calm_ones: tuple[Detector, ...] | Literal["?"] | None = "?"
-        self._comparers: list[Comparer] = []
+        self.heard: dict[type[Event], tuple[Listener, ...]] = dict.fromkeys(METHODS, ())
+        """Who hears what; whoever asks in each step looks here, others ask `hears`."""
+        self.calm_ones: tuple[Detector, ...] | None = ()
+        """Who looks at gradients, if each of them can say when it need not; else None."""
+        self.comparers: list[Comparer] = []
+        """The callbacks that compare ranks, switched-off ones too: all ranks need one list."""
         self._checkers: list[Callback] = []
         """Those who say after which steps their findings may not wait."""
         for callback in callbacks:
@@ -118,7 +121,7 @@ class Bus:
             raise ConfigurationError(f"the same {type(callback).__name__} is in the list twice")
         self.callbacks.append(callback)
         if isinstance(callback, Comparer):
-            self._comparers.append(callback)
+            self.comparers.append(callback)
         if type(callback).checks_after_step is not Callback.checks_after_step:
             self._checkers.append(callback)
         slot = self._new_slot(type(callback).__name__)
@@ -153,35 +156,32 @@ class Bus:
 
     def listeners(self) -> list[Listener]:
         """Return who hears anything, in order of the events."""
-        return [listener for heard in self._listeners.values() for listener in heard]
+        return [listener for heard in self.heard.values() for listener in heard]
 
     def hears(self, event: type[Event]) -> bool:
         """Return True if anybody listens; ask before building an event."""
-        return bool(self._listeners[event])
+        return bool(self.heard[event])
 
     def has_functions(self, event: type[Event]) -> bool:
         """Return True if a plain function listens, which other ranks may not have."""
-        return any(listener.slot == 0 for listener in self._listeners[event])
+        return any(listener.slot == 0 for listener in self.heard[event])
 
-    def calm_ones(self) -> tuple[Detector, ...] | None:
-        """Return who looks at gradients, if each of them can say when it need not; else None."""
-        if self._calm_ones == "?":
-            owners = {
-                id(listener.owner): listener.owner
-                for event in (AfterBackward, BeforeClip)
-                for listener in self._listeners[event]
-                if listener.alive
-            }.values()
-            able = all(isinstance(owner, Detector) and answers(owner) for owner in owners)
-            self._calm_ones = cast("tuple[Detector, ...]", tuple(owners)) if able else None
-        return self._calm_ones
+    def _find_calm_ones(self) -> None:
+        owners = {
+            id(listener.owner): listener.owner
+            for event in (AfterBackward, BeforeClip)
+            for listener in self.heard[event]
+            if listener.alive
+        }.values()
+        able = all(isinstance(owner, Detector) and answers(owner) for owner in owners)
+        self.calm_ones = cast("tuple[Detector, ...]", tuple(owners)) if able else None
 
     def emit(self, event: Event) -> list[Filed]:
         """Deliver an event in order of registration and return the findings that came back."""
         filed: list[Filed] = []
         if isinstance(event, IncidentEvent):
             self._last_incident = event.step
-        for listener in self._listeners[type(event)]:
+        for listener in self.heard[type(event)]:
             if not listener.alive or (
                 event.step % listener.every and not self._attends(listener, event.step)
             ):
@@ -226,29 +226,22 @@ class Bus:
         Asks switched-off callbacks too: the answer has to be the same on every rank.
         """
         for callback in self._checkers:
-            asked = not responders_only or isinstance(callback, Responder)
-            if asked and self._checks(callback, step):
-                return True
+            if responders_only and not isinstance(callback, Responder):
+                continue
+            try:
+                if callback.checks_after_step(step):
+                    return True
+            except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit
+                if id(callback) not in self._off:
+                    self._switch_off(
+                        self._listener(callback, callback.checks_after_step), error, step, "checks_after_step"
+                    )
         return False
-
-    def _checks(self, callback: Callback, step: int) -> bool:
-        try:
-            return callback.checks_after_step(step)
-        except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit
-            if id(callback) not in self._off:
-                self._switch_off(
-                    self._listener(callback, callback.checks_after_step), error, step, "checks_after_step"
-                )
-            return False
 
     def responders(self) -> list[Responder]:
         """Return the responders from the cheapest rung to the dearest, in order of registration."""
         found = [callback for callback in self.callbacks if isinstance(callback, Responder)]
         return sorted(found, key=lambda responder: (responder.rung, responder.place))
-
-    def comparers(self) -> list[Comparer]:
-        """Return the callbacks that compare ranks, switched-off ones too: all ranks need one list."""
-        return self._comparers
 
     def ask(
         self, callback: Callback, question: Callable[..., Any], step: int, where: str, *given: Any
@@ -266,6 +259,42 @@ class Bus:
         except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit
             self._switch_off(self._listener(callback, question), error, step, where)
             return None
+
+    def glimpses(self, detectors: Sequence[Detector], step: int) -> list[Tensor]:
+        """Return what these of the `calm_ones` want read along (`Detector.glimpse`); same error policy."""
+        found = []
+        for detector in detectors:
+            try:
+                value = detector.glimpse(step)
+            except TrainingAborted:
+                raise
+            except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit
+                self._switch_off(self._listener(detector, detector.glimpse), error, step, "glimpse")
+                continue
+            if value is not None:
+                found.append(value)
+        return found
+
+    def are_calm(
+        self, detectors: Sequence[Detector], step: int, norm: float, losses: Sequence[float]
+    ) -> bool | None:
+        """Return True if each of the `calm_ones` says so (`Detector.calm`), else what the first other said.
+
+        Under the same error policy: None if it raised, or if these are not the ones any more.
+        """
+        if detectors is not self.calm_ones:
+            return None
+        for detector in detectors:
+            try:
+                answer = detector.calm(step, norm, losses)
+            except TrainingAborted:
+                raise
+            except Exception as error:  # noqa: BLE001 - the edge of the bus, as in emit
+                self._switch_off(self._listener(detector, detector.calm), error, step, "calm")
+                return None
+            if not answer:
+                return None if answer is None else False
+        return True
 
     def states(self, step: int) -> dict[str, dict[str, Any]]:
         """Return what each callback must remember, by its name."""
@@ -306,11 +335,11 @@ class Bus:
 
     def _switch_off(self, listener: Listener, error: Exception, step: int, where: str) -> None:
         self._off.add(id(listener.owner))
-        self._calm_ones = "?"
-        for listeners in self._listeners.values():
+        for listeners in self.heard.values():
             for other in listeners:
                 if other.owner is listener.owner:
                     other.alive = False
+        self._find_calm_ones()
         logger.error(
             "step %d: %s raised in %s and is switched off; the run goes on without it",
             step,
@@ -328,12 +357,12 @@ class Bus:
         return len(self.slot_names) - 1
 
     def _append(self, event: type[Event], listener: Listener) -> None:
-        self._listeners[event] = (*self._listeners[event], listener)
-        self._calm_ones = "?"
+        self.heard[event] = (*self.heard[event], listener)
+        self._find_calm_ones()
 
     def _remove(self, event: type[Event], listener: Listener) -> None:
-        self._listeners[event] = tuple(known for known in self._listeners[event] if known is not listener)
-        self._calm_ones = "?"
+        self.heard[event] = tuple(known for known in self.heard[event] if known is not listener)
+        self._find_calm_ones()
 
 
 def failure_of(listener: Listener, error: Exception, step: int) -> Filed:

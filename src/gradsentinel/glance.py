@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -11,10 +10,12 @@ from torch import Tensor
 from gradsentinel import events
 from gradsentinel.bus import Bus
 from gradsentinel.callback import Detector
-from gradsentinel.decision import Action, Decision
+from gradsentinel.decision import Decision
 from gradsentinel.devices import device_of
 from gradsentinel.gradients import GradientView
 from gradsentinel.run import Run
+
+_INF = float("inf")
 
 
 class Glance:
@@ -28,7 +29,9 @@ class Glance:
     def __init__(self, run: Run, bus: Bus) -> None:
         self._run = run
         self._bus = bus
-        self._kept: Callable[[], events.AfterBackward] | None = None
+        self.kept: Callable[[], events.AfterBackward] | None = None
+        """What makes the event of the backward pass that is expected to be the step's last, while nobody has
+        heard it."""
         self._never: tuple[Detector, ...] | None = None
         """Detectors among whom is one that cannot tell by these numbers."""
         self._asked: tuple[Detector, ...] | None = None
@@ -40,17 +43,8 @@ class Glance:
         run = self._run
         if run.consensus.world_size > 1 or run.decides_late:
             return None
-        calm_ones = self._bus.calm_ones()
+        calm_ones = self._bus.calm_ones
         return None if calm_ones is self._never else calm_ones
-
-    def keep(self, event: Callable[[], events.AfterBackward]) -> None:
-        """Keep what makes the event of the backward pass that is expected to be the step's last."""
-        self._kept = event
-
-    def take_kept(self) -> Callable[[], events.AfterBackward] | None:
-        """Return what makes the event that nobody has heard yet, if there is one."""
-        kept, self._kept = self._kept, None
-        return kept
 
     def decide(self, gradients: GradientView, losses: list[Tensor]) -> Decision | None:
         """Return the decision to go on, or None if somebody has to look; waits for the device.
@@ -62,22 +56,22 @@ class Glance:
         if calm_ones is None or not gradients.norm_type > 0:
             return None
         numbers = self._numbers(gradients, losses, calm_ones)
-        if numbers is None or not all(map(math.isfinite, numbers)):
+        if numbers is None:
             return None
-        norm, seen = numbers[0], numbers[1 : 1 + len(losses)]
-        for one in calm_ones:
-            answer = bus.ask(one, one.calm, step, "calm", step, norm, seen)
-            if answer is None:
-                self._never = calm_ones
-            if not answer:
+        for number in numbers:
+            if not -_INF < number < _INF:
                 return None
+        norm, seen = numbers[0], numbers[1 : 1 + len(losses)]
+        answer = bus.are_calm(calm_ones, step, norm, seen)
+        if answer is None:
+            self._never = calm_ones
+        if not answer:
+            return None
         run.norms.remember(step, run.iteration, gradients)
-        self._kept = None
+        self.kept = None
         run.last_grad_norm = norm
         run.last_loss = loss = sum(seen) / len(seen) if seen else None
-        return Decision(
-            apply=True, step=step, action=Action.CONTINUE, grad_norm=norm, loss=loss, glanced=True
-        )
+        return Decision(apply=True, step=step, grad_norm=norm, loss=loss, glanced=True)
 
     def _numbers(
         self, gradients: GradientView, losses: list[Tensor], calm_ones: tuple[Detector, ...]
@@ -89,31 +83,23 @@ class Glance:
         if self._asked is not calm_ones:
             self._asked = calm_ones
             self._own = [one for one in calm_ones if type(one).glimpse is not Detector.glimpse]
-        values, step = [gradients.total_norm, *losses], self._run.step
-        for one in self._own:
-            value = self._bus.ask(one, one.glimpse, step, "glimpse", step)
-            if value is not None:
-                values.append(value)
-        if gradients.clip_at is None or not len(gradients):
-            return _read(values)
-        values.append(gradients.clip_factor(gradients.clip_at))
-        numbers = _read(values)
-        if numbers is not None:
+        values = [gradients.total_norm, *losses]
+        if self._own:
+            values += self._bus.glimpses(self._own, self._run.step)
+        clip_at = gradients.clip_at
+        if clip_at is not None and len(gradients):
+            values.append(gradients.clip_factor(clip_at))
+        first = values[0]
+        device, dtype, alike = first.device, first.dtype, True
+        for value in values:
+            if type(value) is not Tensor or (value.dim() and value.numel() != 1):  # nothing to be read so
+                return None
+            alike = alike and value.dtype is dtype and value.device == device and not value.dim()
+        if not alike:
+            wide = any(value.dtype is torch.float64 for value in values)
+            dtype = device_of(device).wide if wide else torch.float32
+            values = [value.reshape(()).to(device, dtype) for value in values]
+        numbers: list[float] = torch.stack(values).tolist()
+        if clip_at is not None and len(gradients):
             gradients.known_factor = numbers.pop()
         return numbers
-
-
-def _read(values: list[Tensor]) -> list[float] | None:
-    """Return 0-dim numbers on the host, in one wait; None if they are not of a kind to be read so."""
-    first = values[0]
-    device, dtype, alike = first.device, first.dtype, True
-    for value in values:
-        if type(value) is not Tensor or value.numel() != 1:
-            return None
-        alike = alike and value.dtype is dtype and value.device == device and not value.dim()
-    if not alike:
-        wide = any(value.dtype is torch.float64 for value in values)
-        dtype = device_of(device).wide if wide else torch.float32
-        values = [value.reshape(()).to(device, dtype) for value in values]
-    numbers: list[float] = torch.stack(values).tolist()
-    return numbers

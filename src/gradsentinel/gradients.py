@@ -21,16 +21,15 @@ from gradsentinel.measures.norms import (
     raised,
     safe_norm,
     scale_,
-    sharding_of,
-    summed,
     with_an_element,
 )
 from gradsentinel.measures.sorting import Sorted, sort_out
 
 _INF = float("inf")
+_CPU = torch.device("cpu")
 _WELL_WITHIN = 0.98
 """More than the rounding of a bfloat16 norm, of its sum with 1e-6, and of the quotient can make up."""
-_Source = Iterable[tuple[str, Tensor]] | Callable[[], tuple[Sequence[str], list[Tensor]]]
+_Source = Iterable[tuple[str, Tensor]] | Callable[[], Sorted]
 
 
 class GradientView:
@@ -44,37 +43,37 @@ class GradientView:
     Integer and meta gradients cannot be judged and are listed in `unchecked`.
 
     Args:
-        gradients: with their names; or what returns names and gradients when somebody first looks.
+        gradients: with their names; or what returns them, sorted out, when somebody first looks.
         norm_type: order of `norms` and of `total_norm`.
     """
 
+    # What a view begins with is kept by the class: one is made in each step.
+    origin: Callable[[], frozenset[str]] | None = None
+    """Where the loop clipped before anybody could look: the parameters that were bad before that."""
+    clip_at: float | None = None
+    """The bound of the clip, where the host is to know its factor: then that travels with the norm."""
+    known_factor: float | None = None
+    """The factor of that clip as the device has computed it and the host has read it."""
+    alarm: Tensor | None = None
+    """0-dim bool: if set before it is computed, a true one makes the total norm infinite on all ranks."""
+    _clip_factor: Tensor | None = None
+    _total_norm: Tensor | None = None
+    _sizes: list[int] | None = None
+    """Numbers of elements, once the gradients themselves are gone."""
+    _kept: Sequence[tuple[Sequence[int] | None, Tensor]] = ()
+    """What the total norm was made of."""
+
     def __init__(self, gradients: _Source, *, norm_type: float = 2.0) -> None:
         self._source = gradients
-        self.origin: Callable[[], frozenset[str]] | None = None
-        """Where the loop clipped before anybody could look: the parameters that were bad before that."""
         self.norm_type = float(norm_type)
-        self.clip_at: float | None = None
-        """The bound of the clip, where the host is to know its factor: then that travels with the norm."""
-        self._clip_factor: Tensor | None = None
-        self.known_factor: float | None = None
-        """The factor of that clip as the device has computed it and the host has read it."""
-        self.alarm: Tensor | None = None
-        """0-dim bool: if set before it is computed, a true one makes the total norm infinite on all ranks."""
-        self._sizes: list[int] | None = None
-        """Numbers of elements, once the gradients themselves are gone."""
-        self._kept: list[tuple[Sequence[int] | None, Tensor]] = []
-        """What the total norm was made of."""
 
     @cached_property
     def _sorted_out(self) -> Sorted:
         """What can be judged and what cannot; read on first use, so that an unused view costs nothing."""
-        names: Sequence[str]
         if callable(self._source):
-            names, gradients = self._source()
-        else:
-            named = list(self._source)
-            names, gradients = [name for name, _ in named], [gradient for _, gradient in named]
-        return sort_out(names, gradients)
+            return self._source()
+        named = list(self._source)
+        return sort_out([name for name, _ in named], [gradient for _, gradient in named])
 
     @property
     def unchecked(self) -> dict[str, str]:
@@ -103,6 +102,8 @@ class GradientView:
     def _norms(self) -> list[Tensor]:
         """Per-parameter norms in `names` order, each in the dtype torch gives it."""
         with torch.no_grad():
+            if self._alike or "_stacked" in self.__dict__:  # which outlives the gradients
+                return list(self._stacked.unbind())
             return self._reduce(self.norm_type)
 
     @cached_property
@@ -115,8 +116,8 @@ class GradientView:
 
     @cached_property
     def _stacked(self) -> Tensor:
-        """The norms of ordinary gradients of one device and dtype, 1-dim."""
-        return torch.stack(self._norms)
+        """The norms of ordinary gradients of one device and dtype, 1-dim; the tensors of each are let go."""
+        return torch.stack(self._reduce(self.norm_type))
 
     @property
     def _alike(self) -> bool:
@@ -130,7 +131,9 @@ class GradientView:
         """
         if not len(self):
             return torch.tensor(0.0)
-        self._kept.clear()
+        kept = self._kept if isinstance(self._kept, list) else []  # the very list that others may have got
+        kept.clear()
+        self._kept = kept
         norms = [self._norms[index] for index in self._clip_order]
         if alarm is not None and is_distributed(norms[0]):
             norms[0] = raised(norms[0], alarm)
@@ -142,7 +145,7 @@ class GradientView:
             parts = []
             for positions in by_mesh.values():  # torch cannot stack those of several meshes
                 stack = torch.stack([norms[position].to(first) for position in positions])
-                self._kept.append(([self._clip_order[position] for position in positions], stack))
+                kept.append(([self._clip_order[position] for position in positions], stack))
                 parts.append(full(torch.linalg.vector_norm(stack, self.norm_type)))
             if len(parts) == 1:
                 return parts[0]
@@ -151,30 +154,44 @@ class GradientView:
             )
             return full(whole)
 
-    @cached_property
+    @property
     def total_norm(self) -> Tensor:
         """Global norm before clipping, 0-dim, on the first gradient's device.
 
         Called on: every rank (a distributed tensor's norm is reduced here).
         """
-        if not self._alike:
-            return self._total(self.alarm)
-        # In one function: in a step each one costs some microseconds, because the training has pushed it out
-        # of the caches, as it has pushed everything else that is touched once.
-        norms = self._norms = self._reduce(self.norm_type)
-        stacked = self._stacked = torch.stack(norms)
-        total: Tensor = torch.linalg.vector_norm(stacked, self.norm_type)
-        self._kept = [(None, stacked)]
+        total = self._total_norm
+        if total is not None:
+            return total
+        # In one function, and without what keeps the other numbers: in a step each function costs some
+        # microseconds, as the training has pushed it, and all else that is touched once, out of the caches.
+        found: Sorted | None = self.__dict__.get("_sorted_out")
+        if found is None:
+            found = self._sorted_out = self._source() if callable(self._source) else self._sorted_out
+        if found.device is None:
+            total = self._total(self.alarm)
+        else:
+            stacked = self.__dict__.get("_stacked")
+            if stacked is None:
+                order = self.norm_type
+                if order != _INF and takes_lists(found.gradients, found.device):
+                    stacked = torch.stack(torch._foreach_norm(found.gradients, order))
+                else:
+                    stacked = torch.stack(self._reduce(order))
+                self._stacked = stacked
+            total = torch.linalg.vector_norm(stacked, self.norm_type)
+            self._kept = [(None, stacked)]
+        self._total_norm = total
         return total
 
     @property
-    def measured(self) -> tuple[Sequence[str], list[tuple[Sequence[int] | None, Tensor]]]:
+    def measured(self) -> tuple[Sequence[str], Sequence[tuple[Sequence[int] | None, Tensor]]]:
         """Names, and norms that were computed anyway, with the names' positions (None: all, in order).
 
         No norms are there before `total_norm` or `norms` was asked for. Nothing is computed or read.
         """
         if not self._kept and "norms" in self.__dict__ and len(self):
-            self._kept.append((None, self.norms))
+            self._kept = [(None, self.norms)]
         return self._sorted_out.names, self._kept
 
     def calm(self) -> None:
@@ -197,9 +214,9 @@ class GradientView:
 
     def let_go(self) -> None:
         """Let go of the gradients and of all else, where nobody has seen the view."""
-        self._source, self._sizes = (), []
-        for cached in ("_sorted_out", "_groups", "_clip_order", "_norms", "_stacked"):
-            self.__dict__.pop(cached, None)
+        norm_type = self.norm_type
+        self.__dict__.clear()
+        self.__dict__.update(_source=(), _sizes=[], norm_type=norm_type)
 
     @property
     def retired(self) -> bool:
@@ -280,17 +297,7 @@ class GradientView:
     @cached_property
     @torch.no_grad()
     def _safe_norm(self) -> float:
-        by_place: dict[Any, list[Tensor]] = {}
-        for each in self._sorted_out.gradients:
-            gradient = summed(each)
-            by_place.setdefault(sharding_of(gradient), []).append(values_of(gradient))
-        # Every place, even if one norm is infinite here: other ranks may not know, and would wait.
-        norms = [safe_norm(values, self.norm_type, place) for place, values in by_place.items()]
-        peak = max(norms, default=0.0)
-        if not 0.0 < peak < float("inf"):
-            return peak
-        scaled = torch.tensor(norms, dtype=torch.float64) / peak
-        return peak * float(torch.linalg.vector_norm(scaled, self.norm_type))
+        return safe_norm(self._sorted_out.gradients, self.norm_type)
 
     def clip_(
         self, max_norm: float, *, total_norm: Tensor | float | None = None, known_norm: float | None = None
@@ -302,7 +309,8 @@ class GradientView:
         norm of the view as the host has read it: where that is well within the bound, the factor is 1 in
         any arithmetic, and nothing is launched to multiply with it. Nor is it where `known_factor` is 1.
         """
-        if not len(self):
+        found = self._sorted_out
+        if not found.names:
             return
         known = None if total_norm is not None else self._known(max_norm, known_norm)
         if known == 1.0:
@@ -310,14 +318,16 @@ class GradientView:
         if isinstance(total_norm, float):
             scale = torch.tensor(min(max_norm / (total_norm + 1e-6), 1.0), dtype=torch.float64)
             with torch.no_grad():
-                for gradient in self._sorted_out.gradients:
+                for gradient in found.gradients:
                     scale_(local(gradient), scale)
             return
         if known is not None and self._clip_factor is None:  # many are multiplied faster by a tensor
             factor, known = torch.full_like(self.total_norm, known), None
+            if found.device == _CPU and takes_lists(found.gradients, _CPU):
+                torch._foreach_mul_(found.gradients, factor)
+                return
         else:
             factor = self.clip_factor(max_norm, total_norm)
-        found = self._sorted_out
         if found.device is not None:
             alone = takes_lists(found.gradients, found.device)
             multiply_(found.gradients, factor, known=known, one_launch=alone)
@@ -334,7 +344,8 @@ class GradientView:
         if max_norm == self.clip_at:
             return self.known_factor
         norm = self.total_norm
-        if known_norm is None or not (self._alike and norm.is_cpu and norm.dtype is torch.float32):
+        alike = self._sorted_out.device is not None
+        if known_norm is None or not (alike and norm.is_cpu and norm.dtype is torch.float32):
             return None
         return factor_on_host(max_norm, known_norm)
 

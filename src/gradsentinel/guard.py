@@ -37,7 +37,7 @@ class HostGuard:
     knows = True
     """True if it is known after a step whether that was made."""
 
-    def __init__(self, host: TorchHost, watch: Watch, update_average: Callable[[], None]) -> None:
+    def __init__(self, host: TorchHost, watch: Watch, update_average: Callable[[], None] | None) -> None:
         self.host = host
         self.watch = watch
         self._update_average = update_average
@@ -51,9 +51,10 @@ class HostGuard:
         Returns the norm before clipping, 0-dim, and what was decided, None if that is not known yet.
         """
         host, watch = self.host, self.watch
-        scale, overflow = host.unscale(optimizers)
+        scale, overflow = (None, None) if host.scaler is None else host.unscale(optimizers)
         view = host.gradients(optimizers, norm_type=norm_type)
-        view.clip_at = max_norm if self._device.takes_host_factors else None
+        if self._device.takes_host_factors:
+            view.clip_at = max_norm
         try:
             decision = watch.before_clip(view, optimizers=optimizers, loss_scale=scale, overflow=overflow)
         except TrainingAborted:
@@ -71,10 +72,10 @@ class HostGuard:
             (view.let_go if decision.glanced else view.retire)()
             host.apply(optimizers, overflow=decision.scaler_skips)
         host.finish(optimizers, advance=decision.apply)
-        if decision.apply and not decision.scaler_skips:
+        if self._update_average is not None and decision.apply and not decision.scaler_skips:
             self._update_average()
         late = watch.after_step(decision, learning_rates=host.learning_rates(), clipped=max_norm is not None)
-        if late > Action.WARN:  # the step was made, found bad, and undone
+        if late and late > Action.WARN:  # the step was made, found bad, and undone
             decision = replace(decision, apply=False, action=late)
         return norm, decision
 
@@ -114,7 +115,7 @@ class DeviceGuard(HostGuard):
     knows = False
 
     def __init__(self, host: TorchHost, watch: Watch, lag: int = LAG) -> None:
-        super().__init__(host, watch, lambda: None)
+        super().__init__(host, watch, None)
         if not 1 <= lag <= MOST_LAG:
             raise ConfigurationError(f"lag={lag}: a step can be settled 1 to {MOST_LAG} steps later")
         self._lag = lag

@@ -6,8 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +17,13 @@ from gradsentinel import schedules
 from gradsentinel.again.backward import Reduction
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.gradients import GradientView
-from gradsentinel.ranks.wrappers import ddp_ignores, find_ddp, fsdp_meshes
+from gradsentinel.measures.sorting import Sorted, sort_out
+from gradsentinel.ranks.wrappers import ddp_ignores, find_ddp, fsdp_meshes, named_roots, unwrapped
 from gradsentinel.state.optimizer_state import Keep, capture_optimizer, named_moments, prepare_optimizers
 from gradsentinel.wording import plain_name
 
 logger = logging.getLogger("gradsentinel")
+_GRADIENT: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class Host(Protocol):
@@ -83,10 +84,11 @@ class TorchHost:
         scaler: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self._given = _name_modules(model)
-        self._modules = [(prefix, _unwrap(module)) for prefix, module in self._given]
+        self._given = named_roots(model)
+        self._modules = [(prefix, unwrapped(module)) for prefix, module in self._given]
         self.reduction = Reduction(module for _, module in self._given)
-        self._optimizers: tuple[Optimizer, ...] = _sequence(optimizer)
+        self.optimizers: tuple[Optimizer, ...] = _sequence(optimizer)
+        """The optimizers that step the parameters."""
         self.schedulers: tuple[Any, ...] = () if scheduler is None else _sequence(scheduler)
         self.scaler = scaler if scaler is not None and _enabled(scaler) else None
         self.extra = dict(extra or {})
@@ -96,6 +98,8 @@ class TorchHost:
         self._names: dict[int, str] = {}
         self._order: list[tuple[str, Tensor]] = []
         self._all_names: tuple[str, ...] = ()
+        self._parameters: list[Tensor] = []
+        """Those of `_order`, so that a step need not fetch a pair of each."""
         self._signature: list[Tensor] = []
         self._refresh()
         if not self._order:
@@ -103,11 +107,6 @@ class TorchHost:
         real = [p for _, p in self._order if p.device.type != "meta"]
         places = [p.device for p in real if p.requires_grad] or [p.device for p in real]
         self.device = places[0] if places else torch.device("cpu")
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that step the parameters."""
-        return self._optimizers
 
     def modules(self) -> Sequence[tuple[str, nn.Module]]:
         """Return the root modules with their name prefixes."""
@@ -127,24 +126,30 @@ class TorchHost:
         self, optimizers: Sequence[Optimizer] | None = None, *, norm_type: float = 2.0
     ) -> GradientView:
         """Return the view of the present gradients, of all parameters or of some optimizers' only."""
+        if optimizers is None or len(optimizers) == len(self.optimizers):
+            return GradientView(self._present, norm_type=norm_type)
         return GradientView(partial(self._present, optimizers), norm_type=norm_type)
 
-    def _present(self, optimizers: Sequence[Optimizer] | None) -> tuple[Sequence[str], list[Tensor]]:
-        """Return the names of the gradients that there are now, and these gradients."""
+    def _present(self, optimizers: Sequence[Optimizer] | None = None) -> Sorted:
+        """Return the gradients that there are now, of all parameters or of some optimizers', with names."""
         if not self._is_current():
             self._refresh()
         named: Iterable[tuple[str, Tensor]] = self._order
-        if optimizers is None or len(optimizers) == len(self._optimizers):
-            gradients = [parameter.grad for _, parameter in self._order]
-            if not any(map(is_, gradients, repeat(None))):  # nearly always; without a line of Python for each
-                return self._all_names, gradients  # type: ignore[return-value]
+        if optimizers is None:
+            gradients: list[Any] = list(map(_GRADIENT, self._parameters))
+            try:
+                return sort_out(self._all_names, gradients)
+            except AttributeError:  # nearly never: there is none for some parameter, and None has no dtype
+                pass
         else:
             mine = {
                 id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
             }
             named = [(name, parameter) for name, parameter in named if id(parameter) in mine]
         found = [(name, gradient_of(parameter)) for name, parameter in named]
-        return [name for name, grad in found if grad is not None], [g for _, g in found if g is not None]
+        return sort_out(
+            [name for name, grad in found if grad is not None], [g for _, g in found if g is not None]
+        )
 
     def data_parallel_group(self, name: str) -> Any:
         """Return the process group over which DDP keeps a parameter alike, or None if DDP does not."""
@@ -217,8 +222,12 @@ class TorchHost:
 
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rate of each parameter group; a tensor learning rate on a device waits."""
-        rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
-        return tuple([0.0 if rate is None else float(rate) for rate in rates])  # some find their own
+        rates = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                rates.append(0.0 if rate is None else float(rate))  # some find their own
+        return tuple(rates)
 
     # -- the pieces of a step ----------------------------------------------------------------------
 
@@ -259,7 +268,7 @@ class TorchHost:
             for optimizer in optimizers
         ):
             self.scaler.update()
-        if advance:
+        if advance and self.schedulers:
             schedules.advance(self.schedulers, optimizers)
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -315,15 +324,16 @@ class TorchHost:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
 
-    def _stepped(self) -> list[Tensor]:
-        """Return the optimizers' parameters in order; a list of theirs where there is but one."""
-        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        return groups[0] if len(groups) == 1 else list(chain.from_iterable(groups))
-
     def _is_current(self) -> bool:
         """Return True if the optimizers have the parameters that they had when the names were read."""
-        now, known = self._stepped(), self._signature
-        return len(now) == len(known) and all(map(is_, now, known))
+        known, count = iter(self._signature), 0
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                now = group["params"]
+                count += len(now)
+                if not all(map(is_, now, known)):
+                    return False
+        return count == len(self._signature)
 
     def _refresh(self) -> None:
         """Read the names again: at start, and when an optimizer got a parameter it did not have."""
@@ -338,7 +348,10 @@ class TorchHost:
                 for position, parameter in enumerate(group["params"]):
                     self._remember(f"optimizer{index}.group{number}.{position}", parameter)
         self._all_names = tuple(self._names.values())
-        self._signature = list(self._stepped())
+        self._parameters = [parameter for _, parameter in self._order]
+        self._signature = [
+            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
         self.generation += 1
 
     def _reshard(self) -> None:
@@ -363,33 +376,6 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
         return parameter.grad
     main_grad = getattr(parameter, "main_grad", None)
     return main_grad if isinstance(main_grad, Tensor) else None
-
-
-def _name_modules(model: Any) -> list[tuple[str, nn.Module]]:
-    if isinstance(model, nn.Module):
-        named = [("", model)]
-    elif isinstance(model, Mapping):
-        named = [(str(name), module) for name, module in model.items()]
-    elif isinstance(model, Iterable):
-        modules = list(model)
-        named = [("" if len(modules) == 1 else str(index), module) for index, module in enumerate(modules)]
-    else:
-        named = [("", model)]
-    for _, module in named:
-        if not isinstance(module, nn.Module):
-            raise ConfigurationError(f"{type(module).__name__} is not a torch.nn.Module")
-    return named
-
-
-def _unwrap(module: nn.Module) -> nn.Module:
-    """Look through torch.compile and DDP, so that names are those of the user's own model."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
-            inner = module.module
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
 
 
 def _sequence(value: Any) -> tuple[Any, ...]:

@@ -64,7 +64,8 @@ class ParameterMap:
     def refresh(self) -> None:
         """Write it again if it is out of date; cheap enough for every step."""
         generation = getattr(self._run.host, "generation", 0)
-        if self._generation != generation or any(not is_lazy(parameter) for parameter in self._unborn):
+        unborn = self._unborn
+        if self._generation != generation or (unborn and any(not is_lazy(one) for one in unborn)):
             self.write()
 
 

@@ -130,7 +130,7 @@ class Run:
     """The batches to leave out."""
     _layout: tuple[int, dict[str, Any]] = (-1, {})
     """Which parts of the whole this rank's tensors are, and for which generation of the host's."""
-    _in_flight: list[Snapshot] = field(default_factory=list)
+    in_flight: list[Snapshot] = field(default_factory=list)
     """Snapshots that may still be being copied."""
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Run:
         taken.epoch = self.course.state(self, before_step=before_step)
         taken.callbacks = clone_tree(self.remember(), "cpu") if self.remember is not None else {}
         taken.layout = self._parts()
-        self._in_flight.append(taken)
+        self.in_flight.append(taken)
         return taken
 
     def _parts(self) -> dict[str, Any]:
@@ -271,11 +271,11 @@ class Run:
 
     def hold(self) -> None:
         """Have snapshots that are still being copied finished before the optimizer writes; no host wait."""
-        for snapshot in self._in_flight:
+        for snapshot in self.in_flight:
             if snapshot.pending is not None and not snapshot.pending.hold():
                 snapshot.torn = True
                 self.staging.in_line()
-        self._in_flight.clear()
+        self.in_flight.clear()
 
     def save_known_good(self) -> str | None:
         """Write the last known-good state to disk; returns where, or None if that was not possible."""

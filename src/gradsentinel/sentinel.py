@@ -117,8 +117,7 @@ class Sentinel:
         self._single = 0  # for so many batches in a row it was one
         self._last_of_loader = False
         self._asked: Callable[[], Any] | None = None  # the step, in the middle of a window
-        self._in_steps = False
-        self._saw_backward = False
+        self._in_steps = self._saw_backward = False
         self._hints = Hints()
         self._left_over: tuple[Optimizer, ...] = ()
         self._decision: Decision | None = None
@@ -165,8 +164,9 @@ class Sentinel:
                 if self._in_window == 0:
                     self._watch.prepare(rng=False)
                     self._watch.begin_step()
-                    left = accumulate if total is None else max(1, total - index)
-                    self._watch.expected_microbatches = min(accumulate, left)
+                    self._watch.expected_microbatches = (
+                        accumulate if total is None else min(accumulate, max(1, total - index))
+                    )
                 self._watch.batch(batch)
                 self._in_window, self._asked = self._in_window + 1, None
                 self._last_of_loader = total is not None and index + 1 >= total
@@ -190,11 +190,13 @@ class Sentinel:
         if self._left_over and holds_gradients(self._left_over):
             self._hints.tell(LEFT_OVER)
         self._left_over = ()
-        (scene := self._watch.run.scene).passed()
-        divisor, number = self._window if self._in_steps else 1, max(0, self._in_window - 1)
+        if (scene := self._watch.run.scene).calls is not None:
+            scene.passed()
+        divisor, number = self._window if self._in_steps else 1, self._in_window - 1 if self._in_window else 0
         run_backward(self.host, loss, divisor=divisor, settings=kwargs)
         self._saw_backward = True
-        plain, reduction = loss.detach(), self.host.reduction.state()
+        reduction: tuple[bool, ...] = self.host.reduction.state() if self.host.reduction.switches else ()
+        plain = loss.detach()
         self._watch.after_backward(
             plain,
             self.host.gradients,
@@ -203,7 +205,7 @@ class Sentinel:
             microbatch=self._in_window - 1 if self._in_steps else None,
         )
         scene.passes.append(BackwardPass(number, plain, divisor, reduction, kwargs))
-        scene.graph = number, loss.grad_fn
+        scene.root = number, loss, loss._version
 
     def step(
         self,
@@ -239,8 +241,7 @@ class Sentinel:
         known = self.host.optimizers
         optimizers = known if optimizer is None else chosen(optimizer, known)
         norm, self._decision = self._guard.step(optimizers, max_norm=max_norm, norm_type=norm_type)
-        self._stepped = True
-        self._saw_backward = False
+        self._stepped, self._saw_backward = True, False
         if optimizers is known:
             self._left_over = ()
         else:

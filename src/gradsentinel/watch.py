@@ -67,39 +67,44 @@ class Watch:
         self.run.scene.notes_writes |= self.run.forward is not None
         self.run.health.learn()
         self._pending += self.bus.emit(events.RunStart(step=self.run.step, run=self.run))
-        self._pending += compare_replicas(self.run, self.bus, self.run.step, self.bus.comparers())
+        self._pending += compare_replicas(self.run, self.bus, self.run.step, self.bus.comparers)
         self.settle_pending()
 
     def prepare(self, *, same_batches: bool = False, rng: bool = True) -> None:
         """Remember the state as it is now, for the step that comes next, on new batches or the same."""
         scene, local = self.run.scene, self.run.local
-        if self._prepared and scene.buffers.none and not (same_batches or rng or local.seen.anything):
-            scene.forget_batches()  # all else is as it was at the end of the last step
+        seen = local.hooked and local.seen.anything
+        if self._prepared and scene.buffers.none and not (same_batches or rng or seen):
+            # All else is as it was at the end of the last step, where it was remembered.
+            scene.microbatches.clear()
+            scene.repeated, scene.rng = False, None
             return
         generation = getattr(self.run.host, "generation", 0)
         if generation != self._generation:
             self._generation = generation
             scene.buffers.find()
         scene.begin(same_batches=same_batches, rng=rng)
-        local.begin_step()
+        if local.hooked:
+            local.begin_step()
         self._prepared = True
 
     def begin_step(self) -> None:
         """Begin a step; its first micro-batch comes next, or has just been seen."""
         if not self._prepared:
             self.prepare()
-        self._prepared = False
-        self._begun = True
-        if self.bus.hears(events.StepStart):
+        self._prepared, self._begun = False, True
+        if self.bus.heard[events.StepStart]:
             self._pending += self.bus.emit(events.StepStart(step=self.run.step))
 
     def batch(self, batch: object) -> None:
         """Take note of a micro-batch that is about to enter the model."""
         if not self._begun:
             self.begin_step()
-        self.run.scene.add(batch, self.run.position, self.run.skipped.drawn_by(self.run.position))
-        if self.bus.hears(events.Batch):
-            index = len(self.run.scene.microbatches) - 1
+        run = self.run
+        position = run.data["epoch"], run.data["batch"]
+        run.scene.add(batch, position, run.skipped.drawn_by(position))
+        if self.bus.heard[events.Batch]:
+            index = len(run.scene.microbatches) - 1
             self._pending += self.bus.emit(events.Batch(step=self.run.step, microbatch=index, batch=batch))
 
     def after_backward(
@@ -118,16 +123,18 @@ class Watch:
         """
         if not self._begun:
             self.begin_step()
-        self._tell_kept()
+        if self.glance.kept is not None:
+            self._tell_kept()
         if loss is not None:
             if loss.requires_grad or type(loss) is not Tensor:
                 loss = loss.detach()
             # Of a distributed one the log wants the whole, a detector this rank's part: they go by the id.
             self._losses.append(loss if type(loss) is Tensor else loss.detach())
-        self.run.local.end_microbatch()
+        if self.run.local.hooked:
+            self.run.local.end_microbatch()
         index = self._microbatch if microbatch is None else microbatch
         self._microbatch += 1
-        if self.bus.hears(events.AfterBackward):
+        if self.bus.heard[events.AfterBackward]:
             step = self.run.step
             last = self.expected_microbatches is not None and index + 1 >= self.expected_microbatches
 
@@ -137,7 +144,7 @@ class Watch:
                 return events.AfterBackward(step=step, microbatch=index, loss=loss, gradients=view, **how)
 
             if last and self.glance.able() is not None:
-                self.glance.keep(event)
+                self.glance.kept = event
             else:
                 self._hear_backward(event())
 
@@ -158,7 +165,7 @@ class Watch:
         if len(self._pending) == self._of_backward and loss_scale is None and overflow is None:
             decision = self.glance.decide(gradients, self._losses)
             if decision is not None:
-                self._take_pending()
+                self._pending, self._of_backward = [], 0
                 self._due = self.agreement.due_after(decision.step)
                 return decision
         submitted = self._submit(gradients, loss_scale, overflow, at_once=True)
@@ -210,8 +217,7 @@ class Watch:
         submitted = self._submit(gradients, loss_scale, overflow, at_once=False)
         self.run.iteration += 1
         self.run.step += 1
-        if self._microbatch:
-            self.expected_microbatches = self._microbatch
+        self.expected_microbatches = self._microbatch or self.expected_microbatches
         self.forget_step()
         return submitted
 
@@ -268,16 +274,14 @@ class Watch:
         if applied and decision.incident is None:
             self.run.scene.healthy = tuple(self.run.scene.microbatches)
             self.run.usual = decision.loss, decision.grad_norm
-        if not decision.went_back:
-            self.run.step += 1
-        if self._microbatch:
-            self.expected_microbatches = self._microbatch
+        self.run.step += not decision.went_back
+        self.expected_microbatches = self._microbatch or self.expected_microbatches
         self.forget_step()
         self._tell(decision, self.run.iteration - 1, learning_rates, clipped=clipped)
         if decision.went_back or not any(self._due):
             return Action.CONTINUE
         settles, *compares = self._due
-        comparers = [one for one, due in zip(self.bus.comparers(), compares, strict=True) if due]
+        comparers = [one for one, due in zip(self.bus.comparers, compares, strict=True) if due]
         self._pending += compare_replicas(self.run, self.bus, decision.step, comparers)
         return self.settle_pending() if settles else Action.CONTINUE
 
@@ -285,7 +289,7 @@ class Watch:
         self, decision: Decision, iteration: int, learning_rates: tuple[float, ...], *, clipped: bool
     ) -> None:
         """Emit the last event of a step."""
-        if not self.bus.hears(events.AfterStep):
+        if not self.bus.heard[events.AfterStep]:
             return
         event = events.AfterStep(
             step=decision.step,
@@ -306,7 +310,7 @@ class Watch:
         self._microbatch = 0
         self._losses.clear()
         self._begun = False
-        self.glance.take_kept()
+        self.glance.kept = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counters and what the callbacks must remember over a restart."""
@@ -358,16 +362,12 @@ class Watch:
         """Note which optimizers are about to step, and have copies of what they write finished before."""
         if not self._begun:
             self.begin_step()
-        self.run.hold()
+        if self.run.in_flight:
+            self.run.hold()
         self.run.optimizers = tuple(optimizers) or tuple(self.run.host.optimizers)
 
     def _submit(
-        self,
-        gradients: GradientView,
-        loss_scale: Tensor | None,
-        overflow: Tensor | None,
-        *,
-        at_once: bool,
+        self, gradients: GradientView, loss_scale: Tensor | None, overflow: Tensor | None, *, at_once: bool
     ) -> Submitted:
         self._tell_kept()
         submitted = self.agreement.submit(
@@ -383,7 +383,7 @@ class Watch:
 
     def _tell_kept(self) -> None:
         """Emit the event of a backward pass after all: it was not the last one, or a glance is not enough."""
-        kept = self.glance.take_kept()
+        kept, self.glance.kept = self.glance.kept, None
         if kept is not None:
             self._hear_backward(kept())
 

@@ -106,7 +106,7 @@ def test_a_rollback_gives_back_every_bit_of_the_device(tmp_path):
 def without_hold(folder):
     from gradsentinel.run import Run  # noqa: PLC0415 - patched in this child only
 
-    Run.hold = lambda self: self._in_flight.clear()  # type: ignore[method-assign]
+    Run.hold = lambda self: self.in_flight.clear()  # type: ignore[method-assign]
     return train(folder, 4, small=True)[0]
 
 

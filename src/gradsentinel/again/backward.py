@@ -36,13 +36,12 @@ class Reduction:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._switches = [switch for module in modules for switch in _switches(module)]
+        self.switches = [switch for module in modules for switch in _switches(module)]
+        """Mostly there are none."""
 
     def state(self) -> tuple[bool, ...]:
         """Return the position of each switch; all true if the gradients are added up."""
-        if not self._switches:  # mostly there are none
-            return ()
-        return tuple(bool(getattr(owner, name)) for owner, name in self._switches)
+        return tuple(bool(getattr(owner, name)) for owner, name in self.switches)
 
     @contextmanager
     def set_to(self, state: tuple[bool, ...]) -> Iterator[None]:
@@ -55,7 +54,7 @@ class Reduction:
             self._set(before)
 
     def _set(self, state: tuple[bool, ...]) -> None:
-        for (owner, name), position in zip(self._switches, state, strict=True):
+        for (owner, name), position in zip(self.switches, state, strict=True):
             setattr(owner, name, position)
 
 
@@ -76,7 +75,7 @@ def run_backward(
     scaler = getattr(host, "scaler", None)
     if scaler is not None:
         scaled = scaler.scale(scaled)
-    scaled.backward(**(settings or {}))  # type: ignore[no-untyped-call]
+    scaled.backward(**settings) if settings else scaled.backward()  # type: ignore[no-untyped-call]
 
 
 def _switches(root: nn.Module) -> Iterator[tuple[Any, str]]:

@@ -67,8 +67,8 @@ class Scene:
         """Micro-batches of the last step that was applied without an incident: what is normal here."""
         self.passes: list[BackwardPass] = []
         """The backward passes of the step so far, as the loop ran them."""
-        self.graph: tuple[int, Any] | None = None
-        """The last micro-batch whose loss the loop showed, and the node behind it.
+        self.root: tuple[int, Tensor, int] | None = None
+        """The last micro-batch whose loss the loop showed, that loss, and how often it had been written to.
 
         It may hold what the user's own Functions have kept: it goes with the decision on the step.
         """
@@ -91,24 +91,21 @@ class Scene:
             self.microbatches.clear()
         self.repeated = same_batches
         self.passes.clear()
-        self.decided()
-        self.traced = None
+        self.root = self.traced = None
+        if self.calls is not None:
+            self.calls.forget()
         self.buffers.capture()
         self.rng = RngState.capture(self._device_types) if rng else None
 
-    def forget_batches(self) -> None:
-        """Forget the last step's batches too, where the state was remembered with them and still is that."""
-        self.microbatches.clear()
-        self.repeated, self.rng = False, None
-
     def add(self, batch: Any, position: tuple[int, int] | None = None, indices: tuple[Any, ...] = ()) -> None:
         """Remember a micro-batch that is about to enter the model, and what it is of the data."""
-        self.graph = None  # not while the next forward pass needs the memory
+        self.root = None  # not while the next forward pass needs the memory
         rng = RngState.capture(self._device_types)
         if not self.microbatches:
             self.rng = rng
-        tensors = (tensor for _, tensor in tensors_in(batch)) if self.notes_writes else ()
-        versions = tuple((tensor, version_of(tensor)) for tensor in tensors)
+        versions: tuple[tuple[Tensor, int], ...] = ()
+        if self.notes_writes:
+            versions = tuple((tensor, version_of(tensor)) for _, tensor in tensors_in(batch))
         self.microbatches.append(MicroBatch(len(self.microbatches), batch, rng, position, versions, indices))
         if self.calls is not None:
             self.calls.listen(len(self.microbatches) - 1)
@@ -120,9 +117,17 @@ class Scene:
 
     def decided(self) -> None:
         """Let go of the loop's own tensors: not while the optimizer needs the memory."""
-        self.graph = None
+        self.root = None
         if self.calls is not None:
             self.calls.forget()
+
+    @property
+    def graph(self) -> tuple[int, Any] | None:
+        """The number of `root`, and the node behind its loss; None if the loop has written to that since."""
+        if self.root is None:
+            return None
+        number, loss, version = self.root
+        return (number, loss.grad_fn) if loss._version == version and loss.grad_fn is not None else None
 
     def as_mapping(self) -> Mapping[str, Any]:
         """Return the scene as the incident event carries it."""

@@ -9,7 +9,6 @@ from typing import Any
 from gradsentinel import events
 from gradsentinel._version import __version__
 from gradsentinel.callback import Callback
-from gradsentinel.decision import Action
 from gradsentinel.devices import device_of
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.incident import jsonable, now
@@ -115,7 +114,7 @@ class EventLog(Callback):
             self._write_journal(self._run, event.step)
         if not self._counts_steps or self.every is None:
             return
-        if event.step % self.every and event.action is Action.CONTINUE:
+        if event.step % self.every and not event.action:
             self._since.append((event.iteration, event.loss, event.grad_norm))
             return
         self._write_step(event)

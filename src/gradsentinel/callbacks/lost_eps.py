@@ -38,8 +38,13 @@ class LostEps:
 
     def suspected(self) -> bool:
         """Return True if an eps is 0 that was not; on the host alone."""
-        for _ in self._groups():
-            return True
+        for optimizer in self._run.optimizers or self._run.host.optimizers:
+            for group in optimizer.param_groups:
+                eps = group.get("eps")
+                if type(eps) is float and eps:  # as in nearly every step of nearly every run
+                    continue
+                if eps is not None and any(True for _ in self._groups()):
+                    return True
         return False
 
     def finding(self) -> Finding | None:

@@ -64,8 +64,10 @@ class MagnitudeCallback(Detector):
 
     def calm(self, step: int, norm: float, losses: Sequence[float]) -> bool | None:
         """Return True if the global norm keeps its bound; None if there are other bounds."""
-        bound = self.norm_bound()
-        return None if bound is None else norm <= bound
+        bound = self.max_global_norm
+        if bound is None or self.max_parameter_norm is not None or self.max_value is not None:
+            return None
+        return norm <= bound
 
     def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
         """Compare the view's numbers with the bounds."""

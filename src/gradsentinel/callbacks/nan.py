@@ -93,12 +93,12 @@ class NanCallback(Detector):
 
         A finite norm is one of finite gradients, and it is only asked about finite losses.
         """
-        return not self._buffers_due(step) and not (self._eps is not None and self._eps.suspected())
+        due = self.checks_after_step(step) and self._buffers_due(step)
+        return not due and not (self._eps is not None and self._eps.suspected())
 
     def glimpse(self, step: int) -> Tensor | None:
         """Return a number for the small buffers: what the forward pass has done to the statistics."""
-        run = self._run
-        return None if run is None else run.health.small_buffers()
+        return None if self._run is None else self._run.health.small_buffers()
 
     def on_run_start(self, event: events.RunStart) -> Sequence[Finding]:
         """Look at the initial state: an uninitialised parameter is named before any training."""
@@ -207,9 +207,7 @@ class NanCallback(Detector):
 
     def checks_after_step(self, step: int) -> bool:
         """Return True on the steps after which the training state is looked at."""
-        if self.state_every and (step + 1) % self.state_every == 0:
-            return True
-        return step < self.state_warmup
+        return step < self.state_warmup or (self.state_every > 0 and (step + 1) % self.state_every == 0)
 
     def on_after_step(self, event: events.AfterStep) -> Sequence[Finding]:
         """Look at the state when it is due, and count the steps that the GradScaler drops."""
@@ -234,7 +232,9 @@ class NanCallback(Detector):
         self._unchecked = self._unchecked or event.applied
         if self._run is not None and self.checks_after_step(event.step):
             findings.append(self._look_at_state(self._run, self.state_parts))
-        self._step = _Step()  # it would keep the step's gradients alive through the next backward pass
+        step = self._step
+        if step.view is not None or step.seen or step.buffers:
+            self._step = _Step()  # it would keep the step's gradients alive through the next backward pass
         return findings
 
     def on_run_end(self, event: events.RunEnd) -> Finding | None:

@@ -130,7 +130,7 @@ class Course:
                 break
             if again and run.skipped and run.skipped.expects(run.data["epoch"], number):
                 self._complain(number, run)
-            yield number, batch, _without_the_last(length, run)
+            yield number, batch, None if length is None else _without_the_last(length, run)
             if self._back is not None:
                 return
             if stretch.end is not None and number + 1 >= stretch.end:
@@ -244,12 +244,12 @@ class Course:
         return begin_again(stretch.loader, stretch.start, stretch.first, (run.host.device.type,))
 
 
-def _without_the_last(length: int | None, run: Run) -> int | None:
+def _without_the_last(length: int, run: Run) -> int:
     """Return how many batches the epoch has as far as the last one that is not going to be left out.
 
     With accumulation the last window is a short one, and is to be stepped with it.
     """
-    if length is not None and run.skipped:
+    if run.skipped:
         while length and run.skipped.was_drawn_at(run.data["epoch"], length - 1):
             length -= 1
     return length

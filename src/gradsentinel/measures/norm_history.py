@@ -15,7 +15,7 @@ from gradsentinel.incident import jsonable
 from gradsentinel.measures.bounds import MOST_LAG, Bounds, bounds
 from gradsentinel.measures.inspection import local
 
-Kept = list[tuple[Sequence[int] | None, Tensor]]
+Kept = Sequence[tuple[Sequence[int] | None, Tensor]]
 
 
 class NormHistory:

@@ -58,7 +58,22 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
         gradient.mul_(factor)
 
 
-def safe_norm(values: Sequence[Tensor], order: float, place: Sharding | None) -> float:
+def safe_norm(gradients: Sequence[Tensor], order: float) -> float:
+    """Return the norm of all gradients without overflow on the way; called on every rank."""
+    by_place: dict[Any, list[Tensor]] = {}
+    for each in gradients:
+        gradient = summed(each)
+        by_place.setdefault(sharding_of(gradient), []).append(values_of(gradient))
+    # Every place, even if one norm is infinite here: other ranks may not know, and would wait.
+    norms = [_norm_alike(values, order, place) for place, values in by_place.items()]
+    peak = max(norms, default=0.0)
+    if not 0.0 < peak < float("inf"):
+        return peak
+    scaled = torch.tensor(norms, dtype=torch.float64) / peak
+    return peak * float(torch.linalg.vector_norm(scaled, order))
+
+
+def _norm_alike(values: Sequence[Tensor], order: float, place: Sharding | None) -> float:
     """Return the norm of gradients that are sharded alike; infinite if any shard holds a bad element."""
     infinite = float("inf")
     device = values[0].device

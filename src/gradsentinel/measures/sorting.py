@@ -19,9 +19,9 @@ _known: set[_Kind] = set()
 """The few kinds of a run that were found to be ordinary."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made in each step: to make a frozen one takes three times as long
 class Sorted:
-    """What can be judged and what cannot."""
+    """What can be judged and what cannot; nobody changes it."""
 
     names: Sequence[str]
     gradients: list[Tensor]
@@ -36,12 +36,13 @@ class Sorted:
 def sort_out(names: Sequence[str], gradients: list[Tensor]) -> Sorted:
     """Return gradients sorted by whether they can be judged."""
     kinds = set(map(_KIND, gradients))  # not a line of Python for each: the one pass over all
-    if not kinds <= _known:
-        _known.update(filter(_is_ordinary, kinds))
-    if kinds <= _known and not any(map(Tensor._is_zerotensor, gradients)):
-        *_, device, in_graph = next(iter(kinds), (None, True))
-        alike = len(kinds) == 1 and not in_graph
-        return Sorted(names, gradients, {}, ordinary=True, device=device if alike else None)
+    if (kinds <= _known or _are_ordinary(kinds)) and not any(map(Tensor._is_zerotensor, gradients)):
+        device = None
+        if len(kinds) == 1:
+            _, _, _, device, in_graph = kinds.pop()
+            if in_graph:
+                device = None
+        return Sorted(names, gradients, {}, True, device)
     unchecked: dict[str, str] = {}
     for name, gradient in zip(names, gradients, strict=True):
         usual = _is_ordinary(_KIND(gradient)) and not gradient._is_zerotensor()
@@ -52,6 +53,12 @@ def sort_out(names: Sequence[str], gradients: list[Tensor]) -> Sorted:
         judged = [index for index, name in enumerate(names) if name not in unchecked]
         names, gradients = [names[i] for i in judged], [gradients[i] for i in judged]
     return Sorted(names, gradients, unchecked, ordinary=False)
+
+
+def _are_ordinary(kinds: set[_Kind]) -> bool:
+    """Return True if all of them are, and have them known from now on."""
+    _known.update(filter(_is_ordinary, kinds))
+    return kinds <= _known
 
 
 def _is_ordinary(kind: _Kind) -> bool:

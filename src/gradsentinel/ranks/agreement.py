@@ -174,9 +174,9 @@ class Agreement:
     def due_after(self, step: int) -> tuple[bool, ...]:
         """Say what is due after this step: settling, and a comparison for each comparer."""
         bus = self._bus
-        compares = [
-            bool(bus.ask(comparer, comparer.compares, step, "compares", step)) for comparer in bus.comparers()
-        ]
+        if not bus.comparers:
+            return (bus.must_settle(step),)
+        compares = [bool(bus.ask(one, one.compares, step, "compares", step)) for one in bus.comparers]
         return (bus.must_settle(step), *compares)
 
     def must_wait(self, step: int) -> bool:

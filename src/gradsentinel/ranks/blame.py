@@ -65,6 +65,8 @@ class LocalGradients:
         self._watched: set[str] = set()
         self._handovers = Handovers(self._handed_over)
         self._suspended = False
+        self.hooked = False
+        """True once something is looked at: else nobody need be told of steps and micro-batches."""
         self.seen = Seen()
         """The step in flight; the next step gets a new one, so whoever needs this one later may keep it."""
         self.first_peer: int | None = None
@@ -99,6 +101,7 @@ class LocalGradients:
         """Judge these parameters' gradients when each has been accumulated."""
         for name, parameter in named:
             if parameter.requires_grad:
+                self.hooked = True
                 handle = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
                 self._watched.add(name)
@@ -110,10 +113,12 @@ class LocalGradients:
         for name, module in named:
             places = list(_own_parameters(name, module, sharded))
             self._watched.update(full_name for _, _, full_name in places)
+            self.hooked = True
             self._handles.append(module.register_forward_pre_hook(self._unsharded_hook(places)))
 
     def watch_exchanges(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Look at what the tensor-parallel modules in these exchange, before they do."""
+        self.hooked = True
         self._handovers.watch(modules)
 
     def begin_step(self) -> None:

@@ -1,11 +1,41 @@
-"""What DDP and FSDP2 tell of the parameters that they take care of."""
+"""The modules that a loop gives, what is wrapped around them, and what DDP and FSDP2 tell of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from gradsentinel.errors import ConfigurationError
+
+
+def named_roots(model: Any) -> list[tuple[str, nn.Module]]:
+    """Return one module, several, or those of a mapping, with name prefixes; raises ConfigurationError."""
+    if isinstance(model, nn.Module):
+        named = [("", model)]
+    elif isinstance(model, Mapping):
+        named = [(str(name), module) for name, module in model.items()]
+    elif isinstance(model, Iterable):
+        modules = list(model)
+        named = [("" if len(modules) == 1 else str(index), module) for index, module in enumerate(modules)]
+    else:
+        named = [("", model)]
+    for _, module in named:
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(f"{type(module).__name__} is not a torch.nn.Module")
+    return named
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Look through torch.compile and DDP, so that names are those of the user's own model."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
 
 
 def find_ddp(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:

@@ -31,6 +31,7 @@ class BucketGradients(LocalGradients):
 
     def __init__(self, *, stage: int = 0, stages: int = 1) -> None:
         super().__init__()
+        self.hooked = True
         self._stage = stage
         self._stages = stages
         self._flat: list[Tensor] = []
