@@ -118,7 +118,7 @@ def full_incident(**changes):
         "microbatch": 2,
         "samples": (Sample(position=1, id="img-13.png", field="pixels"),),
         "diagnosis": Diagnosis(
-            cause="math",
+            cause="data",
             confidence=0.9,
             phase="backward",
             module="blocks.3.attn",
@@ -458,7 +458,7 @@ def test_show_tells_everything_about_a_full_incident(tmp_path):
     told = [
         *("critical", "rolled_back", "2026-01-31 at 08:15:00 UTC", "It was in micro-batch 2."),
         *("The loss was 2.5 and the gradient norm was nan.", "Rolled back to step 100 (23 steps lost)."),
-        "math (90% sure), in the backward pass: blocks.3.attn, aten.div, DivBackward0, model.py:42",
+        "data (90% sure), in the backward pass: blocks.3.attn, aten.div, DivBackward0, model.py:42",
         *("- the divisor is 0 in row 7", "- add eps to the divisor", "- 3 steps in a row failed"),
         *("1 img-13.png pixels", "blocks.0.attn.q.weight 12 of 65536 0.81 -", "and 8 more"),
         *("rank tp dp host device", "5 1 2 node07 npu:5", "9 1 4 node08 npu:1", "loss_scale 1024.0"),

@@ -437,3 +437,18 @@ def test_nobody_can_ask_too_early_whether_a_step_was_made(tmp_path):
             with pytest.raises(RuntimeError, match="nobody knows yet"):
                 _ = sentinel.applied
     assert sentinel.applied_steps == 2
+
+
+@pytest.mark.parametrize("guard", ["host", "device"])
+def test_a_bound_that_is_nan_is_refused_before_anything_is_clipped(guard, tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    sentinel = Sentinel(model, optimizer, callbacks=[NanCallback()], run_dir=tmp_path, guard=guard)
+    before = [parameter.clone() for parameter in model.parameters()]
+    sentinel.backward(model(torch.ones(1, 2)).square().sum())
+    with pytest.raises(ConfigurationError, match="max_norm is NaN"):
+        sentinel.step(max_norm=float("nan"))
+    sentinel.step(max_norm=1.0)
+    sentinel.close()
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    assert not all(map(torch.equal, model.parameters(), before))

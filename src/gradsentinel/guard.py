@@ -31,6 +31,9 @@ has not waited. What is kept of a step until then (numbers, names, references to
 many steps and one."""
 
 
+_NO_BOUND = "max_norm is NaN: give the largest global gradient norm, or None to leave it as it is"
+
+
 class HostGuard:
     """Reads the ranks' decision before the step is made: exact for every optimizer, one wait a step."""
 
@@ -50,6 +53,8 @@ class HostGuard:
 
         Returns the norm before clipping, 0-dim, and what was decided, None if that is not known yet.
         """
+        if max_norm is not None and max_norm != max_norm:  # noqa: PLR0124 - it would make all gradients NaN
+            raise ConfigurationError(_NO_BOUND)
         host, watch = self.host, self.watch
         scale, overflow = (None, None) if host.scaler is None else host.unscale(optimizers)
         view = host.gradients(optimizers, norm_type=norm_type)
@@ -131,6 +136,8 @@ class DeviceGuard(HostGuard):
         self, optimizers: Sequence[Optimizer], *, max_norm: float | None, norm_type: float
     ) -> tuple[Tensor, Decision | None]:
         """Make the step without waiting for anything, and settle the one before the last."""
+        if max_norm is not None and max_norm != max_norm:  # noqa: PLR0124 - likewise
+            raise ConfigurationError(_NO_BOUND)
         host, watch = self.host, self.watch
         self._check()
         if watch.must_wait() or not all(map(self._is_warm, optimizers)):

@@ -55,7 +55,9 @@ class ParameterMap:
             if isinstance(error, OSError) and is_full_or_broken(error):
                 run.disk.refused(_WHAT, error, self.write)
                 return None
-            if not self._failed:
+            if not self._failed and isinstance(error, OSError):
+                logger.warning("the names of the parameters could not be written to %s: %s", path, error)
+            elif not self._failed:
                 logger.exception("the names of the parameters could not be written to %s", path)
             self._failed = True
             return None

@@ -1,10 +1,13 @@
 """Gradient accumulation: one bad micro-batch spoils the step, and has to be named."""
 
+import json
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from gradsentinel import NanCallback
+from gradsentinel import NanCallback, Sentinel
 
 
 def network():
@@ -129,3 +132,23 @@ def test_micro_batches_need_not_be_checked(watch, drive, told):
     assert drive(sentinel, data, loss_of(model), accumulate=4) == ["continue", "skip"]
     assert told(sentinel) == [(1, "nonfinite_gradient", "skipped")]
     assert sentinel.incidents[0].microbatch is None
+
+
+def test_a_window_that_was_not_announced_blames_no_micro_batch_that_it_has_not_looked_at(run_dir):
+    """Two backward passes to a step, and nobody said so: the gradient of either may be the bad one."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    spoilt = [False]
+    hook = model.weight.register_hook(lambda grad: grad * (math.nan if spoilt[0] else 1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Sentinel(model, optimizer, callbacks=[NanCallback()], run_dir=run_dir) as sentinel:
+        for number, batch in enumerate(sentinel.steps([torch.randn(4, 3) for _ in range(12)])):
+            spoilt[0] = number == 9
+            sentinel.backward(model(batch).square().mean() / 2)
+            if number % 2:
+                sentinel.step()
+    hook.remove()
+    (incident,) = sentinel.incidents
+    assert incident.microbatch is None
+    skipped = json.loads((run_dir / "skipped-batches.json").read_text())
+    assert [entry["batch"] for entry in skipped["batches"]] == [8, 9]

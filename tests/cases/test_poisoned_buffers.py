@@ -286,3 +286,23 @@ def test_spectral_norm_keeps_its_vectors(watch, drive, nonfinite):
     actions = drive(sentinel, poisoned(4, 1, torch.nan), squared(model))
     assert actions == ["continue", "skip", "continue", "continue"]
     assert nonfinite(model, optimizer) == []
+
+
+def test_a_buffer_that_is_registered_in_the_run_is_looked_after_from_the_next_look_on(watch, drive, told):
+    model = nn.Sequential(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sentinel = watch(model, optimizer, NanCallback(state_every=5))
+
+    def loss(x):
+        out = model(x)
+        if hasattr(model, "total"):
+            model.total += x.sum()
+        elif sentinel.step_count >= 12:
+            model.register_buffer("total", torch.zeros(()))
+        return torch.nan_to_num(out).pow(2).mean()
+
+    batches = [torch.randn(8, 4) for _ in range(24)]
+    batches[20][3, 2] = torch.nan
+    drive(sentinel, batches, loss)
+    assert [step for step, *_ in told(sentinel)] == [20]
+    assert torch.isfinite(model.total)

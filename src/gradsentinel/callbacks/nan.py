@@ -348,10 +348,10 @@ class NanCallback(Detector):
     def _first_bad_microbatch(self, step: _Step) -> int | None:
         if not self.check_microbatches:
             return None
-        for microbatch, largest in step.seen:
-            if not bool(torch.isfinite(largest)):
-                return microbatch
-        return step.seen[-1][0] + 1 if step.seen else 0
+        last = step.seen[-1][0] + 1 if step.seen else 0
+        made = len({done.microbatch for done in self._run.scene.passes}) if self._run is not None else 0
+        otherwise = last if made <= last + 1 else None  # nobody looked in between: any may be the bad one
+        return next((one for one, largest in step.seen if not bool(torch.isfinite(largest))), otherwise)
 
 
 def _spread(tensors: Sequence[TensorEvidence], step: _Step) -> str:

@@ -62,7 +62,8 @@ class SnapshotReader(StorageReader):
         self, run_dir: str | os.PathLike[str], *, step: int | None = None, check: bool = True
     ) -> None:
         where = RunDirectory(Path(run_dir)).snapshots
-        there = [*checkpoints(where), *complete_states(where)]  # the run's own are preferred at the same step
+        # Of one step, what was saved on purpose goes before what the run keeps of its own.
+        there = [*complete_states(where), *checkpoints(where)]
         fitting = sorted((s for s in there if step in (None, s.step)), key=lambda state: state.step)
         if not fitting:
             raise ArchiveError(

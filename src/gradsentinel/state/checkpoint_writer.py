@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -118,6 +119,11 @@ class SnapshotWriter(StorageWriter):
             facts, part = item.tensor_data, planner.resolve_data(item)
             assert facts is not None
             assert isinstance(part, Tensor)
+            if part.layout is not torch.strided:
+                raise UnsupportedStateError(
+                    f"{key}: a tensor of the layout {part.layout} has no place in a state that is divided; "
+                    "save it dense, or leave it out"
+                )
             place = {"offsets": list(facts.chunk.offsets), "shape": list(facts.size)}
             tensors.setdefault(key, []).append({**place, "values": part.detach()})
             written.append(WriteResult(item.index, part.nbytes, part_name(rank)))
@@ -150,6 +156,7 @@ class SnapshotWriter(StorageWriter):
             folder.rename(self._path)
             sync_directory(self._path.parent)
         except OSError as error:
+            self._give_up()
             raise ArchiveError(f"cannot write the state {self._path}: {error.strerror or error}") from error
         self._folder = None
         self._unfinished.detach()

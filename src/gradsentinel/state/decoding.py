@@ -28,7 +28,11 @@ def _decode_tensor(name: str, more: Mapping[str, Json], tensors: Mapping[str, Te
     if "dtype" not in more:
         return tensors[name]
     dtype = DTYPES[more["dtype"]]
-    return torch.view_as_complex(tensors[name]) if dtype.is_complex else tensors[name].view(dtype)
+    if not dtype.is_complex:
+        return tensors[name].view(dtype)
+    pairs = tensors[name]
+    # In a file that is mapped a pair may begin at an odd place, of which no complex number can be a view.
+    return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
 
 
 def _decode_sparse(parts: Json, more: Mapping[str, Json], tensors: Mapping[str, Tensor]) -> Tensor:

@@ -167,6 +167,8 @@ class StateHealth:
         With `parts` only of one of so many parts with equally many elements, counted from 0. All of them
         together are the whole state: parameters, buffers, moments, averages and what else is stateful.
         """
+        if part == 0:
+            self._buffers.find()  # one that was registered in the run is looked after from now on
         named = itertools.chain(self.parameters(), self.buffers(), self.moments(), self.averages())
         held = [(name, _held(tensor)) for name, tensor in named]
         return GradientView(held if parts == 1 else _share(held, part, parts)).total_norm
