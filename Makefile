@@ -48,7 +48,7 @@ dist: $(DEV)  ## make sdist and wheel, check them, and try the wheel in an empty
 bench: .venv/.stamp-bench  ## measure what the watch costs, beside what one would use instead (ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
 
-campaign: $(DEV)  ## train under 200 faults, guarded in several ways, and publish what was measured (some twelve minutes)
+campaign: $(DEV)  ## train under 200 faults, guarded in several ways, and publish what was measured (six to twelve minutes)
 	OMP_NUM_THREADS=1 $(BIN)/gradsentinel campaign --docs docs $(ARGS)
 
 pictures: $(DEV)  ## make the screenshots of the documentation anew (needs Chromium)
