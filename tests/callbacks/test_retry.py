@@ -375,54 +375,46 @@ def test_an_overflow_that_comes_back_is_left_to_the_scaler(tmp_path):
     assert 1 <= len(run.sentinel.incidents) <= 3  # it learns which scales are too large
 
 
+def scaled(batches, run_dir, **scaler):
+    """Run a model without a learning rate, whose gradient is twice the batch's value times the loss scale."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def loss_of(m, batch):
+        with torch.autocast("cpu", torch.float16):
+            return m(batch).sum().float()
+
+    with Sentinel(
+        model,
+        optimizer,
+        callbacks=[NanCallback(), Retry()],
+        forward=loss_of,
+        scaler=torch.amp.GradScaler("cpu", **scaler),
+        run_dir=run_dir,
+    ) as sentinel:
+        for batch in sentinel.steps(batches):
+            sentinel.backward(loss_of(model, batch))
+            sentinel.step()
+    return sentinel
+
+
 @pytest.mark.parametrize(("passed", "told"), [(3, 0), (30, 1)])
 def test_an_overflow_soon_after_the_search_belongs_to_the_search(passed, told, tmp_path):
     """Half of a scale that was too large lets some batches pass and not others: no incident, no warning.
 
     Once it has let many pass, an overflow is looked at.
     """
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     batches = [torch.ones(2, 4)] * (passed + 10) + [torch.full((2, 4), 2.5)]
-
-    def loss_of(m, batch):
-        with torch.autocast("cpu", torch.float16):
-            return m(batch).sum().float()
-
-    with Sentinel(
-        model, optimizer, callbacks=[NanCallback(), Retry()], forward=loss_of, scaler=scaler, run_dir=tmp_path
-    ) as sentinel:
-        for batch in sentinel.steps(batches):
-            sentinel.backward(loss_of(model, batch))
-            sentinel.step()
-        passing = sentinel.applied_steps
-    assert 0 < len(batches) - passing < 12
+    sentinel = scaled(batches, tmp_path, init_scale=2.0**24)
+    assert 0 < len(batches) - sentinel.applied_steps < 12
     assert [incident.kind for incident in sentinel.incidents] == ["loss_scale"] * told
 
 
 def test_a_scale_at_the_edge_is_told_of_once(tmp_path):
     """The scale grows to where some batches overflow, again and again: that is where it belongs."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=12)
-    large = torch.full(
-        (2, 4), 1.9
-    )  # its gradient, 3.8 times the scale, overflows at 2**15; of ones at 2**15, too
-    batches = [*[torch.full((2, 4), 0.9)] * 29, large] * 6
-
-    def loss_of(m, batch):
-        with torch.autocast("cpu", torch.float16):
-            return m(batch).sum().float()
-
-    with Sentinel(
-        model, optimizer, callbacks=[NanCallback(), Retry()], forward=loss_of, scaler=scaler, run_dir=tmp_path
-    ) as sentinel:
-        for batch in sentinel.steps(batches):
-            sentinel.backward(loss_of(model, batch))
-            sentinel.step()
+    # 1.9 overflows at 2**15, which 0.9 passes.
+    batches = [*[torch.full((2, 4), 0.9)] * 29, torch.full((2, 4), 1.9)] * 6
+    sentinel = scaled(batches, tmp_path, init_scale=2.0**13, growth_interval=12)
     assert len(batches) - sentinel.applied_steps > 3
     assert len(sentinel.incidents) == 1
 

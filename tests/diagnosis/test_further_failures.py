@@ -36,3 +36,23 @@ def test_a_literal_beyond_a_narrow_type_has_its_own_remedy(run_dir):
     case = next(case for case in FAILURES if case.name.startswith("a number that float16 does not hold"))
     remedy = run_failure(case, run_dir).diagnosis.remedy[0]
     assert "instead of -1e+09: torch.finfo(x.dtype).min" in remedy
+
+
+class Sparse(torch.nn.Module):
+    """Holds an adjacency that nobody can flatten, beside the deviations that it divides by."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 4)
+        self.edges = torch.eye(6).to_sparse()
+        self.register_buffer("links", torch.eye(6).to_sparse())
+        self.deviation = torch.tensor([1.0, 0.0, 2.0, 0.5])
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, self.lin(x / self.deviation))
+
+
+def test_sparse_tensors_beside_the_guilty_one_do_no_harm(diagnosed):
+    found = diagnosed(Sparse(), [torch.randn(6, 4)], lambda model, x: model(x).pow(2).mean()).diagnosis
+    assert (found.cause, found.op) == ("setup", "aten.div.Tensor")
+    assert "Sparse.deviation holds 1 zero" in " ".join(found.evidence)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsentinel import MagnitudeCallback, NanCallback, Sentinel
 from gradsentinel.again.model_calls import ModelCalls
-from gradsentinel.diagnosis.boundary import compare_calls
+from gradsentinel.diagnosis.boundary import _elements, compare_calls
 from gradsentinel.faults import FaultPlan, FlipBit, PoisonActivation, PoisonGradient
 
 NAN = float("nan")
@@ -408,3 +408,10 @@ def test_what_a_program_does_in_other_trainings_is_no_part_of_this_one(struck):
     """The function that holds the loop is called by one that could call others: not within a step."""
     found = _trainings(struck).diagnosis
     assert (found.cause, found.confidence) == ("hardware", 0.7)
+
+
+def test_one_other_element_of_float8_is_compared_like_any():
+    """It has no arithmetic that would tell a flipped bit, and none is looked for."""
+    one, other = (torch.tensor([1.0, 2.0, value]).to(torch.float8_e4m3fn) for value in (4.0, 448.0))
+    difference = _elements("it", other, one, ())
+    assert (difference.odd, difference.flipped) == (1, None)

@@ -245,7 +245,7 @@ def _elements(where: str, mine: Tensor, theirs: Tensor, sizes: Collection[int]) 
 
 def _flipped(mine: Tensor, theirs: Tensor) -> int | None:
     """Return the one bit in which two numbers differ, if no arithmetic makes the first of the second."""
-    if not mine.dtype.is_floating_point:
+    if not mine.dtype.is_floating_point or mine.element_size() == 1:  # float8 has no arithmetic to tell it by
         return None
     kind, bits = _BITS[mine.element_size()], 8 * mine.element_size()
     one, other = (int(tensor.view(kind)) for tensor in (mine, theirs))

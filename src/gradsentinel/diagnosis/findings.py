@@ -203,6 +203,8 @@ class Findings:
         pointwise = torch.Tag.pointwise in self.origin.function.tags
         if not pointwise or not isinstance(operand, Tensor) or not self.origin.results:
             return False
+        if operand.layout is not torch.strided or self.origin.results[0].layout is not torch.strided:
+            return False
         bad = bad_mask(self.origin.results[0])
         try:
             return bool((operand.expand(bad.shape)[bad] == 0).all())

@@ -133,11 +133,16 @@ def _by_a_constant(found: Findings) -> Cause | None:
         return None
     place = 1 if found.name in DIVISIONS else 0
     tensor = found.origin.args[place]
-    known = (leaf for leaf, one in found.trace.outside if torch.equal(one.flatten(), tensor.flatten()))
-    what = next(known, "a buffer")
+    what = next((leaf for leaf, one in found.trace.outside if _same_values(one, tensor)), "a buffer")
     count = int((tensor == 0).sum())
     why = f"{what} holds {count} zero(s), at which it is singular; the step did not make them"
     return Cause("setup", 0.7, why, remedy.for_constant(found, what))
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether a tensor holds what an operator was given, in whatever shape; never for a sparse one."""
+    alike = one.layout is other.layout is torch.strided and one.device == other.device
+    return alike and one.dtype is other.dtype and torch.equal(one.detach().flatten(), other.flatten())
 
 
 def _diverged(found: Findings) -> Cause | None:

@@ -16,7 +16,7 @@ from gradsentinel.diagnosis.memory import judge
 from gradsentinel.diagnosis.rehearsal import Rehearsal, rehearse
 from gradsentinel.diagnosis.remedy import for_device
 from gradsentinel.evidence import Diagnosis, Evidence
-from gradsentinel.measures.inspection import readable
+from gradsentinel.measures.inspection import local, readable
 from gradsentinel.run import Run
 
 _SETTINGS = ("lr", "weight_decay", "momentum", "dampening")
@@ -98,14 +98,15 @@ def _flipped_in(evidence: Evidence, run: Run, members: Sequence[_Member]) -> Evi
     """Look whether one single weight, or moment, is bad by a flipped bit: then no operator made it so."""
     if run.iteration == 0:
         return None  # it may have been loaded so
+    # Each rank looks at its own part of a sharded tensor: the others are not asked, and may not be here.
     held = [
-        (name, tensor)
+        (name, part)
         for name, parameter, _, optimizer in members
         for name, tensor in (
             (name, parameter.detach()),
             *((f"{name}:{key}", value) for key, value in optimizer.state.get(parameter, {}).items()),
         )
-        if isinstance(tensor, Tensor) and judge(tensor)
+        if isinstance(tensor, Tensor) and judge(part := local(tensor))
     ]
     fact = flipped_exponent(held[0][1]) if len(held) == 1 else None
     if fact is None:
