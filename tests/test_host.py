@@ -121,6 +121,44 @@ def test_an_adapter_that_is_added_during_the_run_is_watched(bad, run_dir):
     assert [tensor.name for tensor in incident.tensors] == [bad]
 
 
+def test_frozen_parameters_and_those_without_a_gradient_are_left_out():
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(4)])
+    model[1].requires_grad_(False)
+    host = TorchHost(model, sgd(model))
+    for index in (0, 3):
+        model[index].weight.grad = torch.full((2, 2), 1.0 + index)
+    view = host.gradients()
+    assert view.names == ("0.weight", "3.weight")
+    assert view.norms.tolist() == [2.0, 8.0]
+    assert host.gradients().names is view.names  # what a step notes of them is held once
+    model[2].weight.grad = torch.zeros(2, 2)
+    model[0].weight.grad = None
+    assert host.gradients().names == ("2.weight", "3.weight")
+
+
+def test_a_gradient_that_is_kept_elsewhere_counts():
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)])
+    host = TorchHost(model, sgd(model))
+    model[0].weight.grad = torch.ones(2, 2)
+    model[2].weight.main_grad = torch.full((2, 2), 2.0)
+    view = host.gradients()
+    assert view.names == ("0.weight", "2.weight")
+    assert view.norms.tolist() == [2.0, 4.0]
+
+
+def test_optimizers_that_take_turns_may_get_further_parameters():
+    one, two = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+    first, second = sgd(one), sgd(two)
+    host = TorchHost([one, two], [first, second])
+    one.weight.grad, two.weight.grad = torch.ones(1, 2), torch.ones(1, 2)
+    assert host.gradients([second]).names == ("1.weight",)
+    late = nn.Parameter(torch.ones(1))
+    late.grad = torch.ones(1)
+    second.add_param_group({"params": [late]})
+    assert host.gradients([second]).names == ("1.weight", "optimizer1.group1.0")
+    assert host.gradients([first]).names == ("0.weight",)
+
+
 def test_a_parameter_may_leave_again():
     model = nn.Linear(2, 1)
     extra = nn.Parameter(torch.ones(1))
@@ -318,6 +356,22 @@ def test_no_module():
 def test_no_optimizer():
     refused("at least one optimizer", optimizer=[])
     refused("dict is not a torch.optim.Optimizer", optimizer={})
+
+
+def test_the_same_optimizer_twice():
+    model = nn.Linear(1, 1)
+    optimizer = sgd(model)
+    with pytest.raises(ConfigurationError, match="given twice"):
+        TorchHost(model, [optimizer, optimizer])
+
+
+def test_the_same_optimizer_twice_in_a_step(run_dir):
+    one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+    first, second = sgd(one), sgd(two)
+    with Sentinel([one, two], [first, second], run_dir=run_dir) as sentinel:
+        sentinel.backward((one(torch.ones(1)) + two(torch.ones(1))).sum())
+        with pytest.raises(ConfigurationError, match="same optimizer twice"):
+            sentinel.step(optimizer=[first, first])
 
 
 def test_nothing_to_watch():

@@ -272,4 +272,6 @@ def chosen(
     mine = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     if any(all(one is not other for other in known) for one in mine):
         raise ConfigurationError("step(optimizer=...) takes optimizers that were given at construction")
+    if len(set(map(id, mine))) < len(mine):
+        raise ConfigurationError("step(optimizer=[...]) has the same optimizer twice: it would step twice")
     return mine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +17,13 @@ from gradsentinel import schedules
 from gradsentinel.again.backward import Reduction
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.gradients import GradientView
+from gradsentinel.measures.named import GRADIENT, Named
 from gradsentinel.measures.sorting import Sorted, sort_out
 from gradsentinel.ranks.wrappers import ddp_ignores, find_ddp, fsdp_meshes, named_roots, unwrapped
 from gradsentinel.state.optimizer_state import Keep, capture_optimizer, named_moments, prepare_optimizers
 from gradsentinel.wording import plain_name
 
 logger = logging.getLogger("gradsentinel")
-_GRADIENT: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class Host(Protocol):
@@ -97,9 +97,10 @@ class TorchHost:
         """Grows whenever the parameters are not those of before: modules may have come with them."""
         self._names: dict[int, str] = {}
         self._order: list[tuple[str, Tensor]] = []
-        self._all_names: tuple[str, ...] = ()
-        self._parameters: list[Tensor] = []
-        """Those of `_order`, so that a step need not fetch a pair of each."""
+        self._everything = Named(())
+        """What `_order` holds, so that a step need not fetch a pair of each."""
+        self._some: dict[tuple[Optimizer, ...], Named] = {}
+        """Likewise, by optimizers that take turns."""
         self._signature: list[Tensor] = []
         self._refresh()
         if not self._order:
@@ -134,22 +135,23 @@ class TorchHost:
         """Return the gradients that there are now, of all parameters or of some optimizers', with names."""
         if not self._is_current():
             self._refresh()
-        named: Iterable[tuple[str, Tensor]] = self._order
-        if optimizers is None:
-            gradients: list[Any] = list(map(_GRADIENT, self._parameters))
-            try:
-                return sort_out(self._all_names, gradients)
-            except AttributeError:  # nearly never: there is none for some parameter, and None has no dtype
-                pass
-        else:
+        named = self._everything if optimizers is None else self._named_of(optimizers)
+        gradients: list[Any] = list(map(GRADIENT, named.parameters))
+        try:
+            return sort_out(named.names, gradients)
+        except AttributeError:  # there is none for some parameter, and None has no dtype
+            return sort_out(*named.having(gradients))
+
+    def _named_of(self, optimizers: Sequence[Optimizer]) -> Named:
+        """Return the parameters of some optimizers, in the order of all; found once for each set of them."""
+        key = tuple(optimizers)
+        found = self._some.get(key)
+        if found is None:
             mine = {
                 id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
             }
-            named = [(name, parameter) for name, parameter in named if id(parameter) in mine]
-        found = [(name, gradient_of(parameter)) for name, parameter in named]
-        return sort_out(
-            [name for name, grad in found if grad is not None], [g for _, g in found if g is not None]
-        )
+            found = self._some[key] = Named((name, p) for name, p in self._order if id(p) in mine)
+        return found
 
     def data_parallel_group(self, name: str) -> Any:
         """Return the process group over which DDP keeps a parameter alike, or None if DDP does not."""
@@ -276,6 +278,17 @@ class TorchHost:
     # -- checks ------------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        self._check_optimizers()
+        self._check_schedulers()
+        if self.scaler is not None and not hasattr(self.scaler, "unscale_"):
+            raise ConfigurationError(f"scaler is a {type(self.scaler).__name__}, not a torch.amp.GradScaler")
+        for name, entry in self.extra.items():
+            if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
+                raise ConfigurationError(
+                    f"extra {name!r} ({type(entry).__name__}) needs state_dict and load_state_dict methods"
+                )
+
+    def _check_optimizers(self) -> None:
         if not self.optimizers:
             raise ConfigurationError("give at least one optimizer")
         for optimizer in self.optimizers:
@@ -286,6 +299,8 @@ class TorchHost:
                     f"{type(optimizer).__name__}.step needs a closure and runs the model itself, so a step "
                     "cannot be judged before it is made; use an optimizer without a closure"
                 )
+        if len(set(map(id, self.optimizers))) < len(self.optimizers):
+            raise ConfigurationError("the same optimizer is given twice: it would step twice")
         members = {id(p) for _, module in self._modules for p in module.parameters()}
         for optimizer in self.optimizers:
             if members and all(
@@ -293,14 +308,6 @@ class TorchHost:
             ):
                 logger.warning(
                     "the %s holds no parameter of the model: is it another model's?", type(optimizer).__name__
-                )
-        self._check_schedulers()
-        if self.scaler is not None and not hasattr(self.scaler, "unscale_"):
-            raise ConfigurationError(f"scaler is a {type(self.scaler).__name__}, not a torch.amp.GradScaler")
-        for name, entry in self.extra.items():
-            if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
-                raise ConfigurationError(
-                    f"extra {name!r} ({type(entry).__name__}) needs state_dict and load_state_dict methods"
                 )
 
     def _check_schedulers(self) -> None:
@@ -347,8 +354,8 @@ class TorchHost:
             for number, group in enumerate(optimizer.param_groups):
                 for position, parameter in enumerate(group["params"]):
                     self._remember(f"optimizer{index}.group{number}.{position}", parameter)
-        self._all_names = tuple(self._names.values())
-        self._parameters = [parameter for _, parameter in self._order]
+        self._everything = Named(self._order)
+        self._some.clear()
         self._signature = [
             p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
         ]
@@ -368,14 +375,6 @@ class TorchHost:
 def _enabled(scaler: Any) -> bool:
     is_enabled = getattr(scaler, "is_enabled", None)
     return is_enabled is None or bool(is_enabled())
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return a parameter's gradient: `.grad`, or the `.main_grad` that some frameworks accumulate into."""
-    if parameter.grad is not None:
-        return parameter.grad
-    main_grad = getattr(parameter, "main_grad", None)
-    return main_grad if isinstance(main_grad, Tensor) else None
 
 
 def _sequence(value: Any) -> tuple[Any, ...]:

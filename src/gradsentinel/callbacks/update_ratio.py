@@ -16,9 +16,9 @@ from gradsentinel.callback import Detector
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding
-from gradsentinel.host import gradient_of
 from gradsentinel.incident import fold
 from gradsentinel.measures.inspection import inspect_tensor, local, readable
+from gradsentinel.measures.named import gradient_of
 from gradsentinel.run import Run
 
 _MANY = 16

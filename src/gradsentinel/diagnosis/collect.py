@@ -16,9 +16,9 @@ from gradsentinel.diagnosis.environment import environment
 from gradsentinel.diagnosis.statistics import statistics
 from gradsentinel.diagnosis.storable import nbytes, to_storable
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.host import gradient_of
 from gradsentinel.incident import Incident
 from gradsentinel.measures.inspection import stored
+from gradsentinel.measures.named import gradient_of
 from gradsentinel.run import Run
 from gradsentinel.state.snapshot import Snapshot
 from gradsentinel.wording import plain_name, size_of

@@ -30,9 +30,9 @@ from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.verdict import came_in, decide
 from gradsentinel.diagnosis.walk import Path, walk
 from gradsentinel.evidence import Diagnosis, Sample
-from gradsentinel.host import gradient_of
 from gradsentinel.incident import Incident, fold
 from gradsentinel.measures.inspection import parts_of
+from gradsentinel.measures.named import gradient_of
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
 

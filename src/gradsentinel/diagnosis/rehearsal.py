@@ -18,8 +18,8 @@ from gradsentinel.diagnosis.operands import equation, operands_of
 from gradsentinel.diagnosis.record import Event
 from gradsentinel.diagnosis.trace import Trace
 from gradsentinel.diagnosis.walk import origins_of
-from gradsentinel.host import gradient_of
 from gradsentinel.measures.inspection import readable
+from gradsentinel.measures.named import gradient_of
 
 logger = logging.getLogger("gradsentinel")
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradsentinel.again.scene import MicroBatch
-from gradsentinel.host import gradient_of
 from gradsentinel.incident import jsonable
 from gradsentinel.measures.inspection import inspect_tensor, local, parts_of, readable, values_of
+from gradsentinel.measures.named import gradient_of
 from gradsentinel.run import Run
 from gradsentinel.state.tree import tensors_in
 
