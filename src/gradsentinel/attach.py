@@ -92,7 +92,7 @@ class Attachment:
 
     def _judge(self, optimizer: Optimizer) -> None:
         view = self._host.gradients([optimizer])
-        view.origin = self._origin
+        view.origin, view.final = self._origin, True
         # A fused optimizer is called even when the GradScaler found an overflow; it then does nothing.
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         decision = self._watch.before_clip(view, optimizers=[optimizer], loss_scale=scale, overflow=overflow)

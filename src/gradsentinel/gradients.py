@@ -54,6 +54,8 @@ class GradientView:
     """The bound of the clip, where the host is to know its factor: then that travels with the norm."""
     known_factor: float | None = None
     """The factor of that clip as the device has computed it and the host has read it."""
+    final = False
+    """True where it is known that nobody clips: the optimizer gets these very gradients."""
     alarm: Tensor | None = None
     """0-dim bool: if set before it is computed, a true one makes the total norm infinite on all ranks."""
     _clip_factor: Tensor | None = None
@@ -214,9 +216,7 @@ class GradientView:
 
     def let_go(self) -> None:
         """Let go of the gradients and of all else, where nobody has seen the view."""
-        norm_type = self.norm_type
-        self.__dict__.clear()
-        self.__dict__.update(_source=(), _sizes=[], norm_type=norm_type)
+        self.__dict__ = {"_source": (), "_sizes": [], "norm_type": self.norm_type}
 
     @property
     def retired(self) -> bool:

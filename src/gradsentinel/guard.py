@@ -58,7 +58,9 @@ class HostGuard:
         host, watch = self.host, self.watch
         scale, overflow = (None, None) if host.scaler is None else host.unscale(optimizers)
         view = host.gradients(optimizers, norm_type=norm_type)
-        if self._device.takes_host_factors:
+        if max_norm is None:
+            view.final = True
+        elif self._device.takes_host_factors:
             view.clip_at = max_norm
         try:
             decision = watch.before_clip(view, optimizers=optimizers, loss_scale=scale, overflow=overflow)

@@ -27,19 +27,19 @@ WRITERS = """
     callbacks/forecast callbacks/headroom callbacks/health_evidence callbacks/lifeless
     callbacks/loss_scale callbacks/lost_eps callbacks/magnitude callbacks/nan callbacks/outliers
     callbacks/peaks callbacks/recomputing callbacks/rescue callbacks/resync callbacks/retry
-    callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike callbacks/stagnation
-    callbacks/suspicion callbacks/update_ratio callbacks/worries diagnosis/arm diagnosis/boundary
-    diagnosis/comparison diagnosis/custom diagnosis/determinism diagnosis/diagnose diagnosis/excess
-    diagnosis/fields diagnosis/flipped diagnosis/findings diagnosis/fingerprint diagnosis/investigation
-    diagnosis/lone_weight diagnosis/operands diagnosis/otherwise diagnosis/passed diagnosis/rehearsal
-    diagnosis/cause diagnosis/data_rules diagnosis/remedy diagnosis/replay diagnosis/rules
-    diagnosis/scan diagnosis/self_test diagnosis/sighting diagnosis/spiked diagnosis/trace
-    diagnosis/transient diagnosis/update diagnosis/verdict integrations/lightning/again
-    integrations/megatron/exchanges
+    callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike callbacks/squares
+    callbacks/stagnation callbacks/suspicion callbacks/update_ratio callbacks/worries diagnosis/arm
+    diagnosis/boundary diagnosis/comparison diagnosis/custom diagnosis/determinism
+    diagnosis/diagnose diagnosis/excess diagnosis/fields diagnosis/flipped diagnosis/findings
+    diagnosis/fingerprint diagnosis/investigation diagnosis/lone_weight diagnosis/operands
+    diagnosis/otherwise diagnosis/passed diagnosis/rehearsal diagnosis/cause diagnosis/data_rules
+    diagnosis/remedy diagnosis/replay diagnosis/rules diagnosis/scan diagnosis/self_test
+    diagnosis/sighting diagnosis/spiked diagnosis/trace diagnosis/transient diagnosis/update
+    diagnosis/verdict integrations/lightning/again integrations/megatron/exchanges
     integrations/megatron/gradients integrations/megatron/host integrations/megatron/places
     integrations/megatron/returns integrations/megatron/search integrations/state_check ranks/blame
-    ranks/handover ranks/origin ranks/replicas ranks/testimony ranks/topology state/health state/retreat
-    state/ring state/saved_states state/scribe state/together
+    ranks/handover ranks/origin ranks/replicas ranks/testimony ranks/topology state/health
+    state/retreat state/ring state/saved_states state/scribe state/together
 """
 # Modules that write messages, evidence, remedies, recoveries and notes of incidents.
 NO_SENTENCES = {

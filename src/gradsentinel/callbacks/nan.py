@@ -11,6 +11,7 @@ from torch import Tensor
 from gradsentinel import events
 from gradsentinel.callback import Detector
 from gradsentinel.callbacks.lost_eps import LostEps
+from gradsentinel.callbacks.squares import overflowing_squares
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
@@ -39,9 +40,9 @@ class _Step:
 class NanCallback(Detector):
     """Drops a step whose loss or gradients are not finite; alone, it needs no further callback for that.
 
-    Rides on the norm that clipping computes anyway. A norm that overflows on finite gradients is no
-    alarm. With a GradScaler, non-finite gradients of a finite loss are the scaler's business (its
-    search for a scale), until the scale has collapsed. Called on: every rank.
+    Rides on the norm that clipping computes anyway. A norm that overflows on finite gradients is no alarm,
+    unless nobody clips them and the optimizer keeps their squares. With a GradScaler, non-finite gradients
+    of a finite loss are the scaler's business, until its scale has collapsed. Called on: every rank.
     """
 
     action: Action | str = Action.RETRY
@@ -214,21 +215,7 @@ class NanCallback(Detector):
         findings = []
         self._scaler_skips = self._scaler_skips + 1 if event.scaler_skipped else 0
         if self._scaler_skips and self._scaler_skips % self.max_scaler_skips == 0:
-            skips, view = self._scaler_skips, self._step.view
-            findings.append(
-                Finding(
-                    kind=Kind.LOSS_SCALE,
-                    value=torch.tensor(True),
-                    action=Action.ROLLBACK,
-                    confirm=lambda: Evidence(
-                        kind=Kind.LOSS_SCALE,
-                        action=Action.ROLLBACK,
-                        message=f"the GradScaler has dropped {skips} steps in a row",
-                        tensors=view.evidence() if view is not None else (),
-                        diagnosis=_unexplained("backward", _SCALE_HINT),
-                    ),
-                )
-            )
+            findings.append(self._lost_scale(self._scaler_skips, self._step.view))
         self._unchecked = self._unchecked or event.applied
         if self._run is not None and self.checks_after_step(event.step):
             findings.append(self._look_at_state(self._run, self.state_parts))
@@ -236,6 +223,20 @@ class NanCallback(Detector):
         if step.view is not None or step.seen or step.buffers:
             self._step = _Step()  # it would keep the step's gradients alive through the next backward pass
         return findings
+
+    def _lost_scale(self, skips: int, view: GradientView | None) -> Finding:
+        return Finding(
+            kind=Kind.LOSS_SCALE,
+            value=torch.tensor(True),
+            action=Action.ROLLBACK,
+            confirm=lambda: Evidence(
+                kind=Kind.LOSS_SCALE,
+                action=Action.ROLLBACK,
+                message=f"the GradScaler has dropped {skips} steps in a row",
+                tensors=view.evidence() if view is not None else (),
+                diagnosis=_unexplained("backward", _SCALE_HINT),
+            ),
+        )
 
     def on_run_end(self, event: events.RunEnd) -> Finding | None:
         """Look at the state that the run leaves behind, if the last update was not looked at yet."""
@@ -277,7 +278,7 @@ class NanCallback(Detector):
         run = self._run
         began_here = run is not None and run.local.watching and bool(run.local.bad_places()[1])
         if not tensors and not began_here:  # a shard may be finite on the very rank that spoilt the others'
-            return None
+            return None if run is None else overflowing_squares(run, view, Action.parse(self.action))
         state = self._confirm_state(before_step=True)
         if state is not None:
             return state
@@ -293,13 +294,12 @@ class NanCallback(Detector):
         )
 
     def _confirm_scale(self, scale: Tensor, view: GradientView) -> Evidence | None:
-        tensors = view.evidence()
         value = float(scale)
         return Evidence(
             kind=Kind.LOSS_SCALE,
             action=Action.parse(self.action),
             message=f"the loss scale has collapsed to {value:g} and the gradients still overflow",
-            tensors=tensors,
+            tensors=view.evidence(),
             diagnosis=_unexplained("backward", _SCALE_HINT),
             details={"loss_scale": value},
         )

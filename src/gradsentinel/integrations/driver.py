@@ -55,10 +55,14 @@ class LoopDriver:
             self.wraps.wrap(optimizer, "step", partial(self._around_step, optimizer))
             self.wraps.wrap(optimizer, "zero_grad", self._around_zero_grad)
 
-    def judge(self, inner: Optimizer, norm_type: float = 2.0) -> None:
-        """Judge the step of an optimizer, unless that was done before."""
+    def judge(self, inner: Optimizer, norm_type: float | None = None) -> None:
+        """Judge the step of an optimizer, unless that was done before.
+
+        `norm_type` is the order of the norm that its gradients are clipped by next; None: nobody clips them.
+        """
         if not self.engine.concerns(inner):
-            self.engine.judge([inner], norm_type=norm_type)
+            order = 2.0 if norm_type is None else norm_type
+            self.engine.judge([inner], norm_type=order, clipped=norm_type is not None)
 
     def steps_now(self, optimizer: Any) -> bool:
         """Return False if the tool is going to ignore this call of `step`."""

@@ -16,7 +16,7 @@ from gradsentinel.assembly import default_diagnosers, default_examiners, make_ru
 from gradsentinel.callback import Callback
 from gradsentinel.data.records import fingerprint
 from gradsentinel.decision import Action, Decision
-from gradsentinel.errors import ConfigurationError, ConsensusError, TrainingAborted
+from gradsentinel.errors import ConsensusError, TrainingAborted
 from gradsentinel.gradients import GradientView
 from gradsentinel.host import Forward
 from gradsentinel.integrations.host import FrameworkHost
@@ -31,13 +31,6 @@ from gradsentinel.state.tree import tensors_in
 from gradsentinel.watch import Watch
 
 logger = logging.getLogger("gradsentinel")
-
-
-def _settings_among(callbacks: Sequence[Callback]) -> RunSettings:
-    found = [one for one in callbacks if isinstance(one, RunSettings)]
-    if len(found) > 1:
-        raise ConfigurationError(f"{len(found)} RunSettings in one list of callbacks: give one")
-    return found[0] if found else RunSettings()
 
 
 @dataclass(slots=True)
@@ -89,7 +82,7 @@ class Engine:
         save: Callable[[Path], str] | None = None,
     ) -> None:
         given = None if callbacks is None else [one for one in callbacks if not isinstance(one, RunSettings)]
-        settings = _settings_among(callbacks or ())
+        settings = RunSettings.among(callbacks or ())
         self.host = host
         run = make_run(host, settings.run_dir or directory, mesh=settings.mesh, timeout=settings.timeout)
         run.model, run.forward, run.diagnosis_budget = model, forward, settings.diagnosis_budget
@@ -205,8 +198,12 @@ class Engine:
         )
         scene.passes.append(BackwardPass(max(0, number), kept, divisor, reduction, dict(settings or {})))
 
-    def judge(self, optimizers: Sequence[Optimizer], *, norm_type: float = 2.0) -> Decision:
+    def judge(
+        self, optimizers: Sequence[Optimizer], *, norm_type: float = 2.0, clipped: bool = True
+    ) -> Decision:
         """Look at the final gradients before they are clipped; a step that must not be made has none after.
+
+        `clipped` is False where it is known that nobody clips them.
 
         Raises:
             TrainingAborted: when the run must not go on.
@@ -218,6 +215,7 @@ class Engine:
         host, watch = self.host, self.watch
         scale, overflow = host.unscale(optimizers)
         view = host.gradients(optimizers, norm_type=norm_type)
+        view.final = not clipped
         try:
             decision = watch.before_clip(view, optimizers=optimizers, loss_scale=scale, overflow=overflow)
         except TrainingAborted as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradsentinel.assembly import check_seconds
 from gradsentinel.callback import Callback
+from gradsentinel.errors import ConfigurationError
 
 
 @dataclass(kw_only=True)
@@ -25,3 +27,11 @@ class RunSettings(Callback):
 
     def __post_init__(self) -> None:
         check_seconds(self.timeout, self.diagnosis_budget)
+
+    @classmethod
+    def among(cls, callbacks: Sequence[Callback]) -> RunSettings:
+        """Return the settings in a list of callbacks, or the defaults; raises ConfigurationError for two."""
+        found = [one for one in callbacks if isinstance(one, cls)]
+        if len(found) > 1:
+            raise ConfigurationError(f"{len(found)} RunSettings in one list of callbacks: give one")
+        return found[0] if found else cls()

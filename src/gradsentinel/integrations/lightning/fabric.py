@@ -135,7 +135,7 @@ class _FabricDriver(LoopDriver):
         assert self._forward is not None
         return self._forward(model, batch)
 
-    def judge(self, inner: Optimizer, norm_type: float = 2.0) -> None:
+    def judge(self, inner: Optimizer, norm_type: float | None = None) -> None:
         """Judge the step of an optimizer; if it was computed again, Fabric's mind is at rest after that."""
         try:
             super().judge(inner, norm_type)
