@@ -1,4 +1,4 @@
-"""Does a healthy run stay quiet? Real training runs of six kinds under every detector that learns or samples.
+"""Does a healthy run stay quiet? Real training runs of six kinds under the standard set and more detectors.
 
 `python benchmarks/healthy.py` takes some minutes; `--steps 10000` trains each run longer. It prints a table,
 writes `benchmarks/healthy.json` and, with --publish, puts the table into `docs/detection.md`.
@@ -18,8 +18,17 @@ from typing import Any
 import runs
 import torch
 from spikes import publish
+from torch import Tensor, nn
 
-from gradsentinel import Callback, Kind, NanCallback, Sentinel
+import gradsentinel
+from gradsentinel import (
+    Callback,
+    GradientStatistics,
+    HeadroomCallback,
+    Kind,
+    SaturationCallback,
+    Sentinel,
+)
 from gradsentinel.callbacks.loss_scale import LossScaleCallback
 from gradsentinel.callbacks.spike import SpikeCallback
 from gradsentinel.callbacks.stagnation import StagnationCallback
@@ -30,30 +39,45 @@ STEPS = 2500
 SEED = 100
 
 
-def detectors() -> list[Callback]:
-    """What watches the runs, all with their defaults; the group statistics are an option that is on here."""
+def watchers(run_dir: Path) -> list[Callback]:
+    """The standard set, with the group statistics on, and what looks at anything that it does not look at."""
+    standard = [one for one in gradsentinel.standard(run_dir) if not isinstance(one, SpikeCallback)]
     return [
-        NanCallback(),
+        *standard,
         SpikeCallback(groups="parameter"),
         StagnationCallback(),
         UpdateRatioCallback(),
         LossScaleCallback(),
+        SaturationCallback(),
+        HeadroomCallback(),
+        GradientStatistics(),
     ]
 
 
 def watch(name: str, steps: int, seed: int) -> dict[str, Any]:
     """Train one run under the sentinel and count its incidents by kind."""
     run = runs.RUNS[name](seed, steps)
+    players = len(run.optimizers)
     started = time.perf_counter()
+
+    def forward(_: nn.Module, turn: tuple[int, runs.Batch]) -> Tensor:
+        player, batch = turn
+        return run.losses[player](batch)
+
     with tempfile.TemporaryDirectory() as folder:
         sentinel = Sentinel(
-            run.model, run.optimizers, callbacks=detectors(), scheduler=list(run.schedulers), run_dir=folder
+            run.model,
+            run.optimizers,
+            callbacks=watchers(Path(folder)),
+            scheduler=list(run.schedulers),
+            run_dir=folder,
+            forward=forward,
         )
+        loader = ((number % players, run.draws[number % players]()) for number in range(steps))
         with sentinel:
-            for number in sentinel.steps(range(steps)):
-                player = number % len(run.turns)
-                sentinel.backward(run.turns[player]())
-                sentinel.step(run.max_norm, optimizer=run.optimizers[player])
+            for turn in sentinel.steps(loader):
+                sentinel.backward(forward(run.model, turn))
+                sentinel.step(run.max_norm, optimizer=run.optimizers[turn[0]])
                 for optimizer in run.optimizers:  # a player's loss leaves gradients in the other's weights
                     optimizer.zero_grad()
         found = Counter(incident.kind for incident in sentinel.incidents)

@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from gradsentinel.demo.data import CharCorpus, stdlib_text
 from gradsentinel.demo.model import CharGPT
 
+Batch = tuple[Tensor, ...]
+
 
 @dataclass(kw_only=True)
 class Training:
@@ -24,12 +26,22 @@ class Training:
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
-    turns: Sequence[Callable[[], Tensor]]
-    """The loss of each step, one function per optimizer: a GAN's players take turns."""
+    draws: Sequence[Callable[[], Batch]]
+    """What draws the batch of each step, one function per optimizer: a GAN's players take turns."""
+    losses: Sequence[Callable[[Batch], Tensor]]
+    """The loss of a batch, likewise."""
     inputs: Sequence[nn.Module]
     """What is called with the data."""
     schedulers: Sequence[Any] = ()
     max_norm: float | None = None
+
+    @property
+    def turns(self) -> Sequence[Callable[[], Tensor]]:
+        """Draws a batch and returns its loss, one function per optimizer."""
+        return [
+            lambda draw=draw, loss=loss: loss(draw())  # type: ignore[misc]
+            for draw, loss in zip(self.draws, self.losses, strict=True)
+        ]
 
 
 def warm_up_and_cosine(optimizer: Optimizer, steps: int, warm_up: int, *, cycles: int = 1) -> LambdaLR:
@@ -58,6 +70,17 @@ def windows(tokens: Tensor, batch: int, context: int, generator: torch.Generator
     return piece[:, :-1], piece[:, 1:]
 
 
+def language_loss(model: CharGPT) -> Callable[[Batch], Tensor]:
+    """The model's own loss of tokens and the same one character on."""
+
+    def loss(batch: Batch) -> Tensor:
+        found = model(*batch).loss
+        assert found is not None
+        return found
+
+    return loss
+
+
 def gpt(seed: int, steps: int) -> Training:
     """The demo's character GPT on Python sources: AdamW, warm-up and cosine, clipped."""
     torch.manual_seed(seed)
@@ -65,16 +88,11 @@ def gpt(seed: int, steps: int) -> Training:
     model = CharGPT(vocab=corpus().vocab, width=48, heads=2, layers=2, context=24, dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
-    def loss() -> Tensor:
-        tokens, targets = windows(corpus().train, 12, 24, generator)
-        found = model(tokens, targets).loss
-        assert found is not None
-        return found
-
     return Training(
         model=model,
         optimizers=[optimizer],
-        turns=[loss],
+        draws=[lambda: windows(corpus().train, 12, 24, generator)],
+        losses=[language_loss(model)],
         inputs=[model],
         schedulers=[warm_up_and_cosine(optimizer, steps, 100)],
         max_norm=1.0,
@@ -110,15 +128,16 @@ def classifier(seed: int, steps: int) -> Training:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
-    def loss() -> Tensor:
+    def draw() -> Batch:
         index = torch.randint(0, len(images), (32,), generator=generator)
         noise = 0.2 * torch.randn((32, 1, 8, 8), generator=generator)
-        return functional.cross_entropy(model(images[index] + noise), labels[index])
+        return images[index] + noise, labels[index]
 
     return Training(
         model=model,
         optimizers=[optimizer],
-        turns=[loss],
+        draws=[draw],
+        losses=[lambda batch: functional.cross_entropy(model(batch[0]), batch[1])],
         inputs=[model],
         schedulers=[warm_up_and_cosine(optimizer, steps, 20)],
     )
@@ -134,11 +153,17 @@ def memoriser(seed: int, _steps: int) -> Training:
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    def loss() -> Tensor:
+    def draw() -> Batch:
         index = torch.randint(0, len(images), (32,), generator=generator)
-        return functional.cross_entropy(model(images[index]), labels[index])
+        return images[index], labels[index]
 
-    return Training(model=model, optimizers=[optimizer], turns=[loss], inputs=[model])
+    return Training(
+        model=model,
+        optimizers=[optimizer],
+        draws=[draw],
+        losses=[lambda batch: functional.cross_entropy(model(batch[0]), batch[1])],
+        inputs=[model],
+    )
 
 
 def gan(seed: int, _steps: int) -> Training:
@@ -153,19 +178,23 @@ def gan(seed: int, _steps: int) -> Training:
     first = torch.optim.Adam(judge.parameters(), lr=1e-3, betas=(0.5, 0.999))
     second = torch.optim.Adam(make.parameters(), lr=1e-3, betas=(0.5, 0.999))
 
-    def fake() -> Tensor:
-        out: Tensor = make(torch.randn((64, 8), generator=generator))
-        return out
-
-    def judge_loss() -> Tensor:
+    def points() -> Batch:
         angle = torch.randint(0, 8, (64,), generator=generator) * (math.pi / 4)
         real = torch.stack([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn((64, 2), generator=generator)
-        return functional.softplus(-judge(real)).mean() + functional.softplus(judge(fake().detach())).mean()
+        return real, torch.randn((64, 8), generator=generator)
 
-    def make_loss() -> Tensor:
-        return functional.softplus(-judge(fake())).mean()
+    def judge_loss(batch: Batch) -> Tensor:
+        real, noise = batch
+        fake = make(noise).detach()
+        return functional.softplus(-judge(real)).mean() + functional.softplus(judge(fake)).mean()
 
-    return Training(model=model, optimizers=[first, second], turns=[judge_loss, make_loss], inputs=[judge])
+    return Training(
+        model=model,
+        optimizers=[first, second],
+        draws=[points, lambda: (torch.randn((64, 8), generator=generator),)],
+        losses=[judge_loss, lambda batch: functional.softplus(-judge(make(batch[0]))).mean()],
+        inputs=[judge],
+    )
 
 
 def diffusion(seed: int, _steps: int) -> Training:
@@ -175,16 +204,23 @@ def diffusion(seed: int, _steps: int) -> Training:
     model = nn.Sequential(nn.Linear(4, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
-    def loss() -> Tensor:
+    def draw() -> Batch:
         turn = 3 * math.pi * torch.rand((64,), generator=generator).sqrt()
         point = torch.stack([turn.cos(), turn.sin()], 1) * turn[:, None] / 9
         time = torch.rand((64, 1), generator=generator)
         noise = torch.randn((64, 2), generator=generator)
         angle = time * math.pi / 2
         noisy = angle.cos() * point + angle.sin() * noise
-        return functional.mse_loss(model(torch.cat([noisy, time, angle.cos()], 1)), noise)
+        return torch.cat([noisy, time, angle.cos()], 1), noise
 
-    return Training(model=model, optimizers=[optimizer], turns=[loss], inputs=[model], max_norm=1.0)
+    return Training(
+        model=model,
+        optimizers=[optimizer],
+        draws=[draw],
+        losses=[lambda batch: functional.mse_loss(model(batch[0]), batch[1])],
+        inputs=[model],
+        max_norm=1.0,
+    )
 
 
 class LowRank(nn.Module):
@@ -227,16 +263,11 @@ def lora(seed: int, steps: int) -> Training:
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
     text = corpus().encode(" ".join(corpus().decode(corpus().validation).upper().split()))
 
-    def loss() -> Tensor:
-        tokens, targets = windows(text, 12, 24, generator)
-        found = model(tokens, targets).loss
-        assert found is not None
-        return found
-
     return Training(
         model=model,
         optimizers=[optimizer],
-        turns=[loss],
+        draws=[lambda: windows(text, 12, 24, generator)],
+        losses=[language_loss(model)],
         inputs=[model],
         schedulers=[warm_up_and_cosine(optimizer, steps, 60, cycles=3)],
         max_norm=1.0,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradsentinel import ambient
 from gradsentinel.again.model_calls import calls_of
 from gradsentinel.again.scene import Scene
-from gradsentinel.callback import Callback, Responder
+from gradsentinel.callback import Callback, Responder, needs_random_states
 from gradsentinel.devices import device_of
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.guard import LAG, DeviceGuard, HostGuard
@@ -192,8 +192,11 @@ def _watch_local(run: Run, host: HostOfRanks, parameters: Sequence[Tensor]) -> N
 
 def make_guard(kind: str, host: TorchHost, watch: Watch, ema: Any, model: Any, lag: int = LAG) -> HostGuard:
     """Return what makes the steps; raises ConfigurationError if it cannot be had for this loop."""
+    scene = watch.run.scene
+    wanted = watch.run.forward is not None or any(map(needs_random_states, watch.bus.callbacks))
+    scene.notes_random_states = wanted
     if kind == "host":
-        watch.run.scene.calls = calls_of(host, model, watch.run.forward)
+        scene.calls = calls_of(host, model, watch.run.forward)
         return HostGuard(host, watch, ema_updater(ema, model))
     if kind != "device":
         raise ConfigurationError(f"guard={kind!r} must be 'host' or 'device'")

@@ -20,10 +20,11 @@ from gradsentinel.callback import (
     answers,
     check_callback,
     check_signature,
+    prompt_every,
 )
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
-from gradsentinel.events import METHODS, AfterBackward, Batch, BeforeClip, Event, IncidentEvent
+from gradsentinel.events import METHODS, AfterBackward, AfterStep, Batch, BeforeClip, Event, IncidentEvent
 from gradsentinel.evidence import Finding
 from gradsentinel.judge import Filed
 from gradsentinel.testing import record_swallowed
@@ -102,6 +103,10 @@ class Bus:
         """Who hears what; whoever asks in each step looks here, others ask `hears`."""
         self.calm_ones: tuple[Detector, ...] | None = ()
         """Who looks at gradients, if each of them can say when it need not; else None."""
+        self.prompt_every: tuple[int, ...] = ()
+        """After which steps somebody wants to hear of their end at once: those divisible by one of these."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before somebody else listens, or nobody does any more."""
         self.comparers: list[Comparer] = []
         """The callbacks that compare ranks, switched-off ones too: all ranks need one list."""
         self._checkers: list[Callback] = []
@@ -175,6 +180,8 @@ class Bus:
         }.values()
         able = all(isinstance(owner, Detector) and answers(owner) for owner in owners)
         self.calm_ones = cast("tuple[Detector, ...]", tuple(owners)) if able else None
+        periods = {prompt_every(listener.owner, listener.every) for listener in self.heard[AfterStep]}
+        self.prompt_every = tuple(period for period in periods if period is not None)
 
     def emit(self, event: Event) -> list[Filed]:
         """Deliver an event in order of registration and return the findings that came back."""
@@ -357,10 +364,12 @@ class Bus:
         return len(self.slot_names) - 1
 
     def _append(self, event: type[Event], listener: Listener) -> None:
+        self.before_change()
         self.heard[event] = (*self.heard[event], listener)
         self._find_calm_ones()
 
     def _remove(self, event: type[Event], listener: Listener) -> None:
+        self.before_change()
         self.heard[event] = tuple(known for known in self.heard[event] if known is not listener)
         self._find_calm_ones()
 

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from gradsentinel import events
 from gradsentinel.decision import Action
@@ -33,6 +33,16 @@ class Callback:
     A callback never waits for the device, never communicates and never changes a gradient in
     `on_batch`, `on_after_backward` and `on_before_clip`: the bus does that for all of them at once.
     """
+
+    prompt_every = cast("int | None", 1)  # no field of a dataclass
+    """`on_after_step` is heard at once after the steps divisible by this, and up to eight healthy steps late
+    after others: enough for who only keeps books. None: late after all of them. All are heard, in order, and
+    before anything is detected, kept or ended. A subclass with an `on_after_step` of its own hears at once,
+    unless it says otherwise."""
+
+    needs_random_states = True
+    """Whether it may want the random states from before each micro-batch: to compute a step again, or to keep
+    them as evidence. Where nobody does, and the loop gave no `forward`, they are not noted."""
 
     def on_run_start(self, event: events.RunStart) -> Findings:
         """Hear the first event of a run."""
@@ -249,6 +259,26 @@ def check_every(steps: int, detector: D, *, attention_steps: int = 20) -> D:
     return detector
 
 
+def prompt_every(owner: object, every: int) -> int | None:
+    """Return after which steps a listener hears at once of their end; `every` is a plain function's."""
+    if not isinstance(owner, Callback):
+        return every
+    if "prompt_every" in vars(owner) or _place(owner, "prompt_every") <= _place(owner, "on_after_step"):
+        return owner.prompt_every
+    return 1
+
+
+def needs_random_states(callback: Callback) -> bool:
+    """Return True if a callback says so, or hears of incidents, whose scene has them, in a way of its own."""
+    own = _place(callback, "on_incident") < _place(callback, "needs_random_states")
+    return callback.needs_random_states or own
+
+
+def _place(callback: Callback, name: str) -> int:
+    """Return how far up the class is that says what `name` is."""
+    return next(index for index, kind in enumerate(type(callback).__mro__) if name in vars(kind))
+
+
 def answers(callback: Callback) -> bool:
     """Return True if `calm` speaks for what the callback would do in the events that it replaces.
 
@@ -256,14 +286,9 @@ def answers(callback: Callback) -> bool:
     """
     if not isinstance(callback, Detector):
         return False
-    order = type(callback).__mro__
-
-    def place(name: str) -> int:
-        return next(index for index, kind in enumerate(order) if name in vars(kind))
-
-    answer = place("calm")
-    return answer < order.index(Detector) and all(
-        answer <= place(name) for name in ("on_after_backward", "on_before_clip")
+    answer = _place(callback, "calm")
+    return answer < type(callback).__mro__.index(Detector) and all(
+        answer <= _place(callback, name) for name in ("on_after_backward", "on_before_clip")
     )
 
 

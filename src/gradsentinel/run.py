@@ -112,6 +112,8 @@ class Run:
     """What responders may spend, by their names: limit, window, and the attempted steps of each expense."""
     journal: deque[tuple[str, Mapping[str, Any]]] = field(default_factory=lambda: deque(maxlen=100))
     """Facts that are to become lines of the event log at the end of the step: what it is called, and what."""
+    prompt: bool = False
+    """True if somebody who keeps books wants to hear of this step's end before the next one."""
     course: Course = field(default_factory=Course)
     """The way through the data, where `Sentinel.steps` draws it."""
     resumed_from: int | None = None

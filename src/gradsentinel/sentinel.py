@@ -19,7 +19,7 @@ from gradsentinel.bus import Handle
 from gradsentinel.callback import Callback
 from gradsentinel.decision import Action, Decision
 from gradsentinel.errors import ConfigurationError
-from gradsentinel.events import Event
+from gradsentinel.events import Event, IncidentEvent
 from gradsentinel.guard import chosen
 from gradsentinel.hints import BLIND, LEFT_OVER, NEVER_STEPPED, Hints, holds_gradients
 from gradsentinel.host import Forward, TorchHost
@@ -110,18 +110,16 @@ class Sentinel:
             diagnosers=default_diagnosers(),
         )
         self._guard = make_guard(guard, self.host, self._watch, ema, model, lag)
-        self._window = 1
-        self._in_window = 0
+        self._window, self._in_window = 1, 0
         self._stepped = False
         self._made = 0  # steps on the batches in flight
         self._single = 0  # for so many batches in a row it was one
         self._last_of_loader = False
         self._asked: Callable[[], Any] | None = None  # the step, in the middle of a window
-        self._in_steps = self._saw_backward = False
+        self._in_steps = self._saw_backward = self._closed = False
         self._hints = Hints()
         self._left_over: tuple[Optimizer, ...] = ()
         self._decision: Decision | None = None
-        self._closed = False
         self._untouched: list[tuple[Tensor, int]] | None = versions_of(self.host.named_parameters())
         try:
             claim_directory(run)
@@ -275,6 +273,8 @@ class Sentinel:
             every: only on steps divisible by this.
             once: only the first time.
         """
+        if event is IncidentEvent:  # which shows the scene
+            self._watch.run.scene.notes_random_states = True
         return self._watch.bus.on(event, function, every=every, once=once)
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsentinel import events, marks
+from gradsentinel.aftermath import Aftermath
 from gradsentinel.bus import Bus, Listener, failure_of
 from gradsentinel.callback import Callback
 from gradsentinel.decision import Action, Decision, merge
@@ -41,6 +42,7 @@ class Watch:
         self.bus = Bus(callbacks, self._callback_failed, alone=run.consensus.world_size == 1)
         self.agreement = Agreement(run, self.bus)
         self.glance = Glance(run, self.bus)
+        self.aftermath = Aftermath(run, self.bus)
         self.inquiry = Inquiry(run, self.bus, examiners=examiners, diagnosers=diagnosers)
         self.expected_microbatches: int | None = None
         """How many micro-batches the last step had; None before the first."""
@@ -55,6 +57,7 @@ class Watch:
         self._due: tuple[bool, ...] = ()
         """What is due after the step in flight, as agreed: settling, and a comparison for each comparer."""
         run.remember, run.callbacks = lambda: self.state_dict()["callbacks"], self.bus.callbacks
+        self.bus.before_change = self._catch_up
 
     # -- what the loop or the adapter calls ----------------------------------------------------------
 
@@ -254,7 +257,9 @@ class Watch:
         if applied and decision.incident is None:
             run.scene.healthy = submitted.microbatches
             run.usual = loss, norm
-        self._tell(decision, submitted.iteration, learning_rates, clipped=clipped)
+        self._pending += self.aftermath.tell(
+            decision, submitted.iteration, learning_rates, clipped=clipped, due=True
+        )
         return decision
 
     def must_wait(self) -> bool:
@@ -277,33 +282,16 @@ class Watch:
         self.run.step += not decision.went_back
         self.expected_microbatches = self._microbatch or self.expected_microbatches
         self.forget_step()
-        self._tell(decision, self.run.iteration - 1, learning_rates, clipped=clipped)
-        if decision.went_back or not any(self._due):
+        due = any(self._due)
+        self._pending += self.aftermath.tell(
+            decision, self.run.iteration - 1, learning_rates, clipped=clipped, due=due
+        )
+        if decision.went_back or not due:
             return Action.CONTINUE
         settles, *compares = self._due
         comparers = [one for one, due in zip(self.bus.comparers, compares, strict=True) if due]
         self._pending += compare_replicas(self.run, self.bus, decision.step, comparers)
         return self.settle_pending() if settles else Action.CONTINUE
-
-    def _tell(
-        self, decision: Decision, iteration: int, learning_rates: tuple[float, ...], *, clipped: bool
-    ) -> None:
-        """Emit the last event of a step."""
-        if not self.bus.heard[events.AfterStep]:
-            return
-        event = events.AfterStep(
-            step=decision.step,
-            applied=decision.apply and not decision.scaler_skips,
-            iteration=iteration,
-            action=decision.action,
-            grad_norm=decision.grad_norm if decision.safe_norm is None else decision.safe_norm,
-            loss=decision.loss,
-            learning_rates=learning_rates,
-            loss_scale=decision.loss_scale,
-            scaler_skipped=decision.scaler_skips,
-            clipped=clipped,
-        )
-        self._pending += self.bus.emit(event)
 
     def forget_step(self) -> None:
         """Forget the step in flight: it came to nothing, and the loop may go on from a restored state."""
@@ -314,11 +302,13 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counters and what the callbacks must remember over a restart."""
+        self._catch_up()
         run, states = self.run, self.bus.states(self.run.step)
         return {"step": run.step, "iteration": run.iteration, "data": dict(run.data), "callbacks": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; callbacks that are not there any more are left out."""
+        self._catch_up()
         run = self.run
         run.step, run.iteration, run.data = state["step"], state["iteration"], dict(state["data"])
         run.skipped.take_up()
@@ -334,6 +324,7 @@ class Watch:
         Returns the most severe action that was taken.
         """
         started = time.perf_counter()
+        self._catch_up()
         ruling = self.agreement.settle(self._take_pending())
         incidents = self.inquiry.confirm(ruling, started)
         for incident in incidents:
@@ -352,6 +343,7 @@ class Watch:
             if error is None:
                 self.settle_pending()
         finally:
+            self._catch_up()
             self._pending += self.bus.emit(events.RunEnd(step=self.run.step, error=error))
         if error is None:  # the state that the run ends with may be bad
             self.settle_pending()
@@ -369,6 +361,7 @@ class Watch:
     def _submit(
         self, gradients: GradientView, loss_scale: Tensor | None, overflow: Tensor | None, *, at_once: bool
     ) -> Submitted:
+        self._catch_up()
         self._tell_kept()
         submitted = self.agreement.submit(
             gradients,
@@ -387,7 +380,12 @@ class Watch:
         if kept is not None:
             self._hear_backward(kept())
 
+    def _catch_up(self) -> None:
+        """Have all hear of the steps that are over: what comes now may depend on what they know."""
+        self._pending += self.aftermath.catch_up()
+
     def _hear_backward(self, event: events.AfterBackward) -> None:
+        self._catch_up()
         found = self.bus.emit(event)
         self._pending += found
         self._of_backward += len(found)

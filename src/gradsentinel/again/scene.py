@@ -22,13 +22,21 @@ class MicroBatch:
 
     index: int
     batch: Any
-    rng: RngState
+    noted: RngState | None
+    """The random state, if somebody may want it."""
     position: tuple[int, int] | None = None
     """Where it was in the data: epoch, and number of the micro-batch in it."""
     versions: tuple[tuple[Tensor, int], ...] = ()
     """Its tensors, and how often each had been written to by then."""
     indices: tuple[Any, ...] = ()
     """What its records were drawn by from the data set, if a `SkipBatches` sampler drew them."""
+
+    @property
+    def rng(self) -> RngState:
+        """The random state just before it entered the model; raises RuntimeError if nobody noted it."""
+        if self.noted is None:
+            raise RuntimeError("the random state before this micro-batch was not noted: nobody wanted it")
+        return self.noted
 
     @property
     def ids(self) -> dict[int, Any]:
@@ -78,6 +86,8 @@ class Scene:
         """The incident of this step and what its diagnosis found, for whoever keeps the evidence."""
         self.repeated = False
         """True for a further step on the same batches, whose random states are not those of the batches."""
+        self.notes_random_states = True
+        """False if nobody wants to know what the generators were before each micro-batch."""
         self.notes_writes = False
         """True if somebody wants to know whether a batch was written to: a look at each of its tensors."""
 
@@ -95,12 +105,12 @@ class Scene:
         if self.calls is not None:
             self.calls.forget()
         self.buffers.capture()
-        self.rng = RngState.capture(self._device_types) if rng else None
+        self.rng = RngState.capture(self._device_types) if rng and self.notes_random_states else None
 
     def add(self, batch: Any, position: tuple[int, int] | None = None, indices: tuple[Any, ...] = ()) -> None:
         """Remember a micro-batch that is about to enter the model, and what it is of the data."""
         self.root = None  # not while the next forward pass needs the memory
-        rng = RngState.capture(self._device_types)
+        rng = RngState.capture(self._device_types) if self.notes_random_states else None
         if not self.microbatches:
             self.rng = rng
         versions: tuple[tuple[Tensor, int], ...] = ()

@@ -32,6 +32,7 @@ class EventLog(Callback):
     every run that has none. Called on: every rank, each into its own files.
     """
 
+    needs_random_states = False
     every: int | None = 10
     """Rank 0 writes a line with loss, norm and learning rate every so many steps, and in it loss and norm of
     each step since the last line. None writes only what matters: start, end, incidents, diagnoses,
@@ -53,6 +54,7 @@ class EventLog(Callback):
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:
             raise ConfigurationError(f"every={self.every} must be at least 1 step, or None")
+        self.prompt_every = self.every
 
     def on_run_start(self, event: events.RunStart) -> None:
         """Write who and where; in an unnamed run directory only once there is something to keep."""

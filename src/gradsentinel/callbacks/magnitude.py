@@ -30,6 +30,7 @@ class MagnitudeCallback(Detector):
     GradScaler drops by itself they are its search for a scale. Called on: every rank.
     """
 
+    needs_random_states = False
     max_global_norm: float | None = None
     """Bound on the global norm that is clipped (the 2-norm unless `step(norm_type=...)` says otherwise);
     costs nothing extra."""

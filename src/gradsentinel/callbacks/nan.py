@@ -45,6 +45,7 @@ class NanCallback(Detector):
     of a finite loss are the scaler's business, until its scale has collapsed. Called on: every rank.
     """
 
+    prompt_every, needs_random_states = None, False
     action: Action | str = Action.RETRY
     """The cheapest recovery to try: retry (falls through to skip without a Retry callback), skip,
     rollback, abort, or warn, which only reports and lets the bad update through."""
@@ -152,8 +153,7 @@ class NanCallback(Detector):
         if self._step.view is not None:
             self._step = _Step()
         found = [self._look_at_gradients(event)]
-        lost = None if self._eps is None else self._eps.finding()
-        if lost is not None:
+        if self._eps is not None and (lost := self._eps.finding()) is not None:
             found.append(lost)
         run, scaled = self._run, event.loss_scale is not None
         if run is not None and self._buffers_due(event.step):

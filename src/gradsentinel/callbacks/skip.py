@@ -42,6 +42,7 @@ class Skip(Responder):
     Added with its defaults to every run that has none. Called on: every rank.
     """
 
+    needs_random_states = False
     rung: ClassVar[Action] = Action.SKIP
     max_skips: int = 10
     """So many dropped steps within `window` are allowed; then the next rung takes over, or the run stops."""

@@ -56,6 +56,7 @@ class SpikeCallback(Detector):
     every rank, each with its own losses.
     """
 
+    prompt_every, needs_random_states = None, False
     action: Action | str = Action.WARN
     """What to do about a spike: warn reports it and lets the (clipped) step through, retry, skip, rollback
     and abort act."""
@@ -102,8 +103,8 @@ class SpikeCallback(Detector):
     """By player and settings the signals that are watched, each with its series: asked for in each step."""
     _grouped: dict[str, GroupNorms] = field(default_factory=dict, init=False, repr=False)
     _sights: dict[int, Sight] = field(default_factory=dict, init=False, repr=False)
-    _glance: tuple[int, str, dict[str, Band]] | None = field(default=None, init=False, repr=False)
-    """Of a step that needed no more: its number, its player and what was expected."""
+    _glances: dict[int, tuple[str, dict[str, Band]]] = field(default_factory=dict, init=False, repr=False)
+    """Of steps that needed no more, by their numbers: the player and what was expected."""
     _shown: dict[Baseline, Band] = field(default_factory=dict, init=False, repr=False)
     """The bounds that were published last."""
     _past: deque[Past] = field(default_factory=lambda: deque(maxlen=64), init=False, repr=False)
@@ -155,19 +156,21 @@ class SpikeCallback(Detector):
         if run is None or self.groups is not None:
             return None
         player = "all" if len(run.optimizers) == len(run.host.optimizers) else player_of(run)
-        bands = {}
+        bands, ahead = {}, len(self._glances) + 1
         for name, baseline in self._watched.get((player, self.loss, self.grad_norm)) or self._watch(player):
             if name == "loss" and not losses:
                 continue
             band = baseline.expect() if baseline.due else baseline.band
+            value = norm
+            if name == "loss":
+                value = losses[0] if len(losses) == 1 else math.fsum(losses) / len(losses)
+            if ahead >= baseline.room or value > baseline.near:
+                run.prompt = True  # the next step may be compared with what is learnt from this one
             if band is not None:
                 bands[name] = band
-                value = norm
-                if name == "loss":
-                    value = losses[0] if len(losses) == 1 else math.fsum(losses) / len(losses)
                 if not band.low <= value <= band.high:
                     return False
-        self._glance = step, player, bands
+        self._glances[step] = player, bands
         return True
 
     def on_before_clip(self, event: events.BeforeClip) -> Sequence[Finding]:
@@ -195,11 +198,11 @@ class SpikeCallback(Detector):
 
     def on_after_step(self, event: events.AfterStep) -> None:
         """Learn from a healthy step; what was outside only counts towards a new level."""
-        sight = self._sights.pop(event.step, None)
+        sight, glance = self._sights.pop(event.step, None), self._glances.pop(event.step, None)
         if sight is not None:
             player, bands = sight.player, sight.bands
-        elif self._glance is not None and self._glance[0] == event.step:
-            _, player, bands = self._glance
+        elif glance is not None:
+            player, bands = glance
         else:
             return
         if self._run is None or event.scaler_skipped or (event.action and event.action is Action.ROLLBACK):
@@ -233,7 +236,7 @@ class SpikeCallback(Detector):
         for grouped in self._grouped.values():
             grouped.forget_from(step)
         self._sights.clear()
-        self._glance = None
+        self._glances.clear()
         kept = [entry for entry in self._past if entry.step < step]
         self._past = deque(kept, maxlen=self._past.maxlen)
 

@@ -112,6 +112,8 @@ class Baseline:
         """True if the band is to be computed anew before it is used again: by `expect`."""
         self.band: Band | None = None
         """Where the next value is expected, unless `due`: who asks in each step spares a call."""
+        self.room, self.near = 0, math.inf
+        """So many values may come in a row before the band is computed anew, if none is above `near`."""
         self._stale = 0
         """How many values the band does not know yet."""
         self._peaks: deque[_Value] = deque()
@@ -141,7 +143,10 @@ class Baseline:
         """Return where the next value is expected; None while nothing is known."""
         if self.due:
             self.due, self._stale = False, 0
-            self.band = self._judge() if len(self._kept) >= _FIRST else None
+            band = self.band = self._judge() if len(self._kept) >= _FIRST else None
+            self.near = math.inf if band is None else band.center + _FAR * (band.high - band.center)
+            young = self._old is not None or len(self._kept) < _SOON
+            self.room = 0 if young else _REFRESH
         return self.band
 
     def learn(self, step: int, value: float, *, healthy: bool = True) -> bool:
@@ -169,11 +174,12 @@ class Baseline:
             # Not of a few values, whose spread is a guess, nor of what climbs; nothing below is far out.
             self._remember_peak(_Value(self._turn, step, band.deviations(value)))
         self._kept.append(entry)
-        far = band is not None and value > band.center + _FAR * (band.high - band.center)
+        far = band is not None and value > self.near
         self._stale += _REFRESH if far else 1  # a series that has begun to climb is followed closely
         self.due = band is None or self._stale >= _REFRESH or len(self._kept) < _SOON
         if self._old is not None:
             self._compare_with_old(entry)
+        self.room = 0 if self.due or self._old is not None else _REFRESH - self._stale
         return True
 
     def forget_from(self, step: int) -> None:
