@@ -158,7 +158,7 @@ class Replay:
             gradients: dict[str, Tensor] = {}
             if backward and root.requires_grad:
                 if trace is not None:
-                    trace.in_backward = True
+                    trace.begin_backward(root)
                 gradients = run_backward(self, root, given, microbatch, trace)
         self.slowest = max(self.slowest, time.monotonic() - started)
         names = [name for name, _ in microbatch.rng.devices]
@@ -222,7 +222,7 @@ class Replay:
                 trace.in_backward = False
             root = self._scaled(run_forward(self.run, given))
             if trace is not None:
-                trace.in_backward = True
+                trace.begin_backward(root)
             root.backward()  # type: ignore[no-untyped-call]
             return {name: p.grad for name, p in leaves.items() if p.grad is not None}
         finally:

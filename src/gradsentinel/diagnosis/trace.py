@@ -103,6 +103,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the fields of the batch among what a value was computed from."""
         return [path for number, path in enumerate(self.fields) if origin >> (FIELDS + number) & 1]
 
+    def begin_backward(self, root: Tensor) -> None:
+        """Say that the backward pass is about to start from a tensor."""
+        self.in_backward = True
+
     @contextmanager
     def module_stack(self) -> Iterator[None]:
         """Follow which module is running."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +13,22 @@ SQUARE, SQUARES, COUNT, SOFTMAX, SIGMOID, BOUNDED = (
     *("square", "squares", "count", "softmax", "sigmoid", "bounded"),
 )
 """A square; a sum of squares, which is 0 only if all are; a number of things; probabilities, of many and of
-two; what was clamped or scaled down."""
+two; what was clamped away from 0 or scaled down."""
+FLOOR, INSIDE, AT_ZERO, AT_ONE = "floor", "inside", "at zero", "at one"
+"""Clamped from below at more than 0; clamped or scaled to less than 1 in size; clamped at 0, or at 1, which
+pass."""
+FADING, SHIFTED, GATED, TANH = "fading", "shifted", "gated", "tanh"
+"""Small values have derivatives as small (exp, probabilities); squares with a constant; no derivative at its
+lowest value (relu, clamp); a hyperbolic tangent."""
+INVERSE = "inverse"
+"""One over what was divided by."""
+_GUARD = "guard:"
+"""Begins the fact that an eps was added, or clamped to: its value follows."""
 Facts = frozenset[str]
 NOTHING: Facts = frozenset()
+FADES: Facts = frozenset({FADING})
+FADES_ALL: Facts = frozenset({FADING, SOFTMAX, SIGMOID})
+"""What fades, by whatever name."""
 _CARRIES = {
     *(
         "_to_copy",
@@ -41,6 +54,7 @@ class Given:
     args: tuple[Any, ...]
     known: Callable[[Tensor], Facts]
     """What is known of a tensor."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     def facts(self, index: int = 0) -> Facts:
         """Return what is known of an argument; nothing of a number."""
@@ -73,43 +87,150 @@ def vanishes(number: float, dtype: torch.dtype) -> bool:
     return number != 0 and float(torch.tensor(number, dtype=torch.float64).to(dtype.to_real())) == 0
 
 
+def guard_of(facts: Facts) -> float | None:
+    """Return the eps that keeps a value from 0; None if there is none."""
+    return next((float(fact.removeprefix(_GUARD)) for fact in facts if fact.startswith(_GUARD)), None)
+
+
+def _guarded(facts: Facts, function: Callable[[float], float]) -> Facts:
+    """The facts with another eps."""
+    eps = guard_of(facts)
+    others = frozenset(fact for fact in facts if not fact.startswith(_GUARD))
+    return others if eps is None else others | {f"{_GUARD}{function(eps)!r}"}
+
+
+def _and_constant(given: Given) -> tuple[Tensor, float] | None:
+    """Split two arguments into a tensor and a number, which may be a tensor, too; None if there is none."""
+    tensors = [x for x in given.args[:2] if isinstance(x, Tensor)]
+    if len(tensors) == 1:
+        return tensors[0], given.number
+    for tensor, small in ((tensors[0], tensors[1]), (tensors[1], tensors[0])):
+        if small.dim() == 0 and not small.requires_grad and not given.known(small) and not small.is_complex():
+            return tensor, float(small)
+    return None
+
+
 def _mul(given: Given) -> Facts:
     number = given.number
     if number != number:  # noqa: PLR0124 - NaN: two tensors
         one, other = given.args[:2]
         same = one is other or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride())
-        return frozenset({SQUARE}) if same and one.shape == other.shape else NOTHING
-    kept = given.known(given.tensor) - {BOUNDED} if number > 0 else NOTHING
-    return kept | ({BOUNDED} if 0 < abs(number) < 1 else NOTHING)
+        if same and one.shape == other.shape:
+            return frozenset({SQUARE}) | (given.known(one) & {TANH})
+        fades = any(given.facts(index) & FADES_ALL for index in (0, 1))
+        return FADES if fades else NOTHING
+    facts = given.known(given.tensor)
+    kept = _guarded(facts, lambda eps: eps / number if INVERSE in facts else eps * number)
+    kept = kept - {BOUNDED, INSIDE} if number > 0 else NOTHING
+    return kept | (frozenset({BOUNDED, INSIDE}) if 0 < abs(number) < 1 else NOTHING)
 
 
 def _div(given: Given) -> Facts:
-    scaled = isinstance(given.args[0], Tensor) and given.number > 0
-    return given.facts() & {SQUARE, SQUARES, COUNT} if scaled else NOTHING
+    facts, number = given.facts(), given.number
+    if isinstance(given.args[0], Tensor) and number > 0:
+        kept = {SQUARE, SQUARES, COUNT, FADING, SHIFTED, GATED}
+        return _guarded(facts, lambda eps: eps / number) - (facts - kept - _eps_in(facts))
+    return FADES if facts & FADES_ALL else NOTHING
+
+
+def _eps_in(facts: Facts) -> Facts:
+    return frozenset(fact for fact in facts if fact.startswith(_GUARD))
 
 
 def _add(given: Given) -> Facts:
     """A sum of squares stays one; with a constant that counts it has become safe."""
-    number = given.number
-    if number != number:  # noqa: PLR0124 - NaN: two tensors
-        squares = all(given.facts(index) & {SQUARE, SQUARES} for index in (0, 1))
-        return frozenset({SQUARES}) if squares else NOTHING
-    floating = given.tensor.is_floating_point() or given.tensor.is_complex()
-    safe = number != 0 and not (floating and vanishes(number, given.tensor.dtype))
-    return NOTHING if safe else given.known(given.tensor)
+    found = _and_constant(given)
+    if found is None:
+        one, other = given.facts(), given.facts(1)
+        squares = all(facts & {SQUARE, SQUARES} for facts in (one, other))
+        fades = all(facts & FADES_ALL for facts in (one, other))
+        return frozenset({SQUARES}) if squares else FADES if fades else NOTHING
+    tensor, number = found
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    if number == 0 or (floating and vanishes(number, tensor.dtype)):
+        return given.known(tensor)
+    return _shifted(given.known(tensor), number)
 
 
-def _pow(given: Given) -> Facts:
-    exponent = given.args[1]
-    even = isinstance(exponent, (int, float)) and exponent > 0 and exponent % 2 == 0
-    return frozenset({SQUARE}) if even else NOTHING
+def _shifted(facts: Facts, number: float) -> Facts:
+    """What is left of the facts when a constant is added."""
+    kept = facts & {FADING, GATED, SHIFTED}
+    if facts & {SOFTMAX, SIGMOID} or (TANH in facts and abs(number) == 1):
+        kept |= {FADING}
+    if facts & {SQUARE, SQUARES}:
+        kept |= {SHIFTED}
+    return kept | ({f"{_GUARD}{number!r}"} if number > 0 else NOTHING)
+
+
+def _rsub(given: Given) -> Facts:
+    """One minus a probability is one; one minus the square of a tanh is its derivative."""
+    facts = given.facts()
+    if given.number != 1 or not facts & {SOFTMAX, SIGMOID, TANH}:
+        return NOTHING if given.number != 0 else facts & {SOFTMAX, SIGMOID}
+    return facts & {SOFTMAX, SIGMOID} or FADES
+
+
+def _power(given: Given) -> Facts:
+    return _to_the(given, given.args[1] if len(given.args) > 1 else None)
+
+
+def _to_the(given: Given, exponent: Any) -> Facts:
+    facts = given.facts()
+    if not isinstance(exponent, (int, float)) or exponent == 0:
+        return NOTHING
+    kept = _eps_in(_guarded(facts, lambda eps: eps ** abs(exponent))) | (facts & {SHIFTED, GATED})
+    if exponent < 0:
+        return kept | {INVERSE}
+    kept |= FADES if facts & FADES_ALL else NOTHING
+    even = exponent % 2 == 0
+    return kept | (frozenset({SQUARE}) | (facts & {TANH}) if even else NOTHING)
+
+
+def _clamp(given: Given, low: Any, high: Any) -> Facts:
+    """What a clamp leaves: at 0 it protects nothing."""
+    low, high = (_as_number(x, given.tensor) for x in (low, high))
+    facts = given.known(given.tensor)
+    inside: Facts = NOTHING
+    if (low is None or low > -1) and (high is None or high < 1) and (low is not None or high is not None):
+        inside = frozenset({INSIDE})
+    elif low == -1 or high == 1:
+        inside = frozenset({AT_ONE})
+    if low is None or low < 0:
+        return (facts - {INSIDE}) | inside
+    if low == 0:
+        return (facts - {INSIDE}) | inside | {AT_ZERO, GATED}
+    return frozenset({FLOOR, BOUNDED, GATED, f"{_GUARD}{low!r}"}) | inside | (facts & {FADING, SHIFTED})
+
+
+def _as_number(bound: Any, tensor: Tensor) -> float | None:
+    """A bound as the type holds it; one that differs from element to element is taken for a good one."""
+    if isinstance(bound, Tensor):
+        return float(bound.amin()) if bound.numel() and not bound.is_complex() else None
+    if bound is None:
+        return None
+    return float(torch.tensor(bound, dtype=torch.float64).to(tensor.dtype))
+
+
+def _clamped(given: Given) -> Facts:
+    bounds = (*given.args[1:3], None, None)
+    return _clamp(given, bounds[0], given.kwargs.get("max", bounds[1]))
+
+
+def _maximum(given: Given) -> Facts:
+    one, other = given.args[:2]
+    bound, tensor = (one, other) if one.numel() < other.numel() else (other, one)
+    if bound.requires_grad:
+        return frozenset({BOUNDED, FLOOR, INSIDE})
+    return _clamp(Given((tensor, bound), given.known), bound, None)
 
 
 def _sum(given: Given) -> Facts:
     if not given.tensor.is_floating_point() and not given.tensor.is_complex():
         return frozenset({COUNT})
     facts = given.facts()
-    return frozenset({SQUARES}) if facts & {SQUARE, SQUARES} else facts & {COUNT}
+    if facts & {SQUARE, SQUARES}:
+        return frozenset({SQUARES})
+    return (facts & {COUNT, GATED}) | (FADES if facts & FADES_ALL else NOTHING)
 
 
 def _always(*facts: str) -> Callable[[Given], Facts]:
@@ -120,13 +241,25 @@ _RULES: dict[str, Callable[[Given], Facts]] = {
     "mul": _mul,
     "div": _div,
     "true_divide": _div,
-    **dict.fromkeys(("add", "sub", "rsub"), _add),
-    "pow": _pow,
+    **dict.fromkeys(("add", "sub"), _add),
+    "rsub": _rsub,
+    "pow": _power,
+    "sqrt": lambda given: _to_the(given, 0.5),
+    "rsqrt": lambda given: _to_the(given, -0.5),
+    "reciprocal": lambda given: _to_the(given, -1.0),
     **dict.fromkeys(("sum", "mean", "nansum"), _sum),
     "square": _always(SQUARE),
     "count_nonzero": _always(COUNT),
     **dict.fromkeys(("var", "var_mean"), _always(SQUARES)),
     **dict.fromkeys(("_softmax", "_safe_softmax"), _always(SOFTMAX)),
     "sigmoid": _always(SIGMOID),
-    **dict.fromkeys(("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh"), _always(BOUNDED)),
+    "tanh": _always(TANH),
+    **dict.fromkeys(("exp", "exp2", "softplus"), _always(FADING)),
+    "relu": _always(GATED),
+    "clamp": _clamped,
+    "clamp_min": lambda given: _clamp(given, given.args[1], None),
+    "clamp_max": lambda given: _clamp(given, None, given.args[1]),
+    "hardtanh": lambda given: _clamp(given, *(*given.args[1:3], -1.0, 1.0)[:2]),
+    "maximum": _maximum,
+    "minimum": lambda given: given.facts() | {INSIDE},
 }

@@ -80,7 +80,7 @@ def preflight(
         risks += state_risks(run.host)
         run.scene.begin()
         run.scene.add(batch)
-        watcher = Watcher(run.host.modules(), run.host.named_parameters())
+        watcher = _watcher(run)
         found, loss = _step(run, batch, watcher)
         risks += found
         operators, unjudged = watcher.operators, len(watcher.failures)
@@ -141,16 +141,38 @@ def _step(run: Run, batch: Any, watcher: Watcher) -> tuple[list[Risk], float | N
         with replay.sheltered():
             computed = replay.compute(run.scene.microbatches[0], mode=watcher)
             loss = float(computed.loss)
+            _settle(run, replay, watcher)
             found = [*watcher.risks, *_judge(run, computed)]
     except ReplayError as error:
         return [_unrunnable(str(error))], None
     except Exception as error:  # noqa: BLE001 - the user's own code: that it raises is what is to be told
         return [*watcher.risks, *_raised(run, batch, error)], None
+    finally:
+        watcher.release()
     bad = bool(judge(computed.loss)) or any(judge(g) for g in computed.gradients.values())
     if bad:
         traced = _traced(run, computed)
         found = [traced, *(risk for risk in found if risk.source is None or risk.source != traced.source)]
     return found, loss
+
+
+def _watcher(run: Run, *, calm: bool = False) -> Watcher:
+    return Watcher(run.host.modules(), run.host.named_parameters(), calm=calm)
+
+
+def _settle(run: Run, replay: Replay, watcher: Watcher) -> None:
+    """Compare what singularities do to the gradient with the gradient that is left without them."""
+    if not watcher.shows_effects:
+        return
+    calm = _watcher(run, calm=True)
+    try:
+        gradients = replay.compute(run.scene.microbatches[0], mode=calm).gradients.values()
+        norms = [torch.linalg.vector_norm(parts_of(values_of(g)).float()) for g in gradients]
+        watcher.settle(float(torch.stack([norm.cpu() for norm in norms]).norm()) if norms else 0.0)
+    except Exception as error:  # noqa: BLE001 - counted; then they are all told
+        watcher.failures.append(error)
+    finally:
+        calm.release()
 
 
 def _judge(run: Run, computed: Computed) -> Iterator[Risk]:
