@@ -198,7 +198,7 @@ def _clamp(given: Given, low: Any, high: Any) -> Facts:
     if low is None or low < 0:
         return (facts - {INSIDE}) | inside
     if low == 0:
-        return (facts - {INSIDE}) | inside | {AT_ZERO, GATED}
+        return (facts - {INSIDE} - _eps_in(facts)) | inside | {AT_ZERO, GATED}
     return frozenset({FLOOR, BOUNDED, GATED, f"{_GUARD}{low!r}"}) | inside | (facts & {FADING, SHIFTED})
 
 

@@ -50,9 +50,10 @@ def preflight(
     """Run one step without making it, watch every operator, and report what can go wrong with its remedy.
 
     Looks for non-finite loss, gradients, parameters and buffers (traced to the operator that made them),
-    roots, logarithms, divisions and arc functions at their singularities, rows that a mask leaves nothing
-    of, sums of masks that reach -inf, exponents and float16 values near overflow, sums in 16 bits,
-    constants that are 0 in their type, parameters without a gradient, and data that cannot be looked up.
+    roots, logarithms, divisions, normalisations and arc functions close to their singularities (if it
+    finds one, a second step tells what it does to the gradient), rows that a mask leaves nothing of, sums
+    of masks that reach -inf, exponents and float16 values near overflow, sums in 16 bits, constants that
+    are 0 in their type, parameters without a gradient, and data that cannot be looked up.
     Model, gradients, buffers, random states and training flags are afterwards what they were. Waits for
     the device; takes many times as long as a step. Called on: one rank, which communicates with nobody.
 

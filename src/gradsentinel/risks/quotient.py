@@ -45,7 +45,8 @@ def division(op: Op) -> Iterator[Hit]:
     if COUNT in facts and BOUNDED not in facts:
         yield Hit(
             "division_by_count",
-            "divides by a count, which is 0 for a batch in which nothing is selected",
+            "divides by a count, which is 0 for a batch in which nothing is selected"
+            + (f" (the smallest is {float(divisor.detach().amin()):g})" if divisor.numel() else ""),
             "divide by count.clamp(min=1)",
         )
         return

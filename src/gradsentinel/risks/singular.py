@@ -55,18 +55,21 @@ def root(op: Op) -> Iterator[Hit]:
     if not op.differentiable or not isinstance(exponent, (int, float)) or exponent >= 1 or exponent == 0:
         return
     facts, what = op.facts(), f"x ** {op.given.args[1]}" if op.name == "pow" else op.name
+    eps = "1e-5" if op.tensor.dtype is torch.float16 else "1e-8"
     if facts & {SQUARE, SQUARES} and BOUNDED not in facts:
         yield Hit(
             "root_at_zero",
-            f"{what} of a sum of squares has no derivative where all of them are 0",
-            "add eps under the root, (x + 1e-12).sqrt(), or use torch.linalg.vector_norm, which is safe at 0",
+            f"{what} of a sum of squares has no derivative where all of them are 0{_least(op.tensor)}",
+            f"add eps under the root, (x + {eps}).sqrt(), or use torch.linalg.vector_norm, "
+            "which is safe at 0",
         )
         return
     if AT_ZERO in facts and guard_of(facts) is None:
         yield Hit(
             "root_at_zero",
-            f"{what} of what is clamped at 0 has no derivative there: the clamp lets the 0 itself pass",
-            "clamp at more than 0: x.clamp(min=1e-8), or use torch.cdist for distances, which is safe at 0",
+            f"{what} of what is clamped at 0 has no derivative there{_least(op.tensor)}: "
+            "the clamp passes the 0",
+            f"clamp at more than 0: x.clamp(min={eps}), or use torch.cdist for distances, which is safe at 0",
         )
         return
     bears = bearable(op.tensor.dtype)
@@ -98,12 +101,12 @@ def logarithm(op: Op) -> Iterator[Hit]:
         )
         yield Hit(
             "log_of_probability",
-            f"{op.name} of a {made}: a probability that rounds to 0 makes it -inf",
+            f"{op.name} of a {made}: a probability that rounds to 0 makes it -inf{_least(op.tensor)}",
             f"use torch.nn.functional.{better}",
         )
         return
     argument = 1 + op.tensor.detach() if op.name == "log1p" else op.tensor
-    start = "-1 + " if op.name == "log1p" else ""
+    start, finest = ("-1 + ", torch.finfo(op.tensor.dtype).eps) if op.name == "log1p" else ("", 0.0)
     yield from _small(
         op,
         argument,
@@ -111,7 +114,7 @@ def logarithm(op: Op) -> Iterator[Hit]:
         least=1 / bearable(op.tensor.dtype),
         gain=lambda x: 1 / x,
         harmless=bool(facts & (FADES_ALL | {SHIFTED})),
-        advise=lambda eps: f"clamp before the logarithm: x.clamp(min={start}{written(eps)})",
+        advise=lambda eps: f"clamp before the logarithm: x.clamp(min={start}{written(max(eps, finest))})",
     )
 
 
@@ -119,8 +122,8 @@ def other(op: Op) -> Iterator[Hit]:
     """Judge atan2, angle, logit, xlogy and erfinv by their distance from where they are singular."""
     if not op.differentiable:
         return
-    x = op.tensor.detach()
-    one = 1.0
+    x, dtype = op.tensor.detach(), op.result.dtype
+    away = written(max(4 * torch.finfo(dtype).eps, MARGIN / bearable(dtype)))
     gain: Callable[[Tensor], Tensor] = lambda distance: 1 / distance  # noqa: E731
     if op.name == "atan2":
         distance, where = (
@@ -135,7 +138,7 @@ def other(op: Op) -> Iterator[Hit]:
         if len(op.given.args) > 1 and op.given.args[1] is not None:
             return
         distance, where = torch.minimum(x, 1 - x), "the distance from 0 and 1"
-        advice = "clamp before it, x.clamp(1e-4, 1 - 1e-4), or compute with logits from the beginning"
+        advice = f"clamp before it, x.clamp({away}, 1 - {away}), or compute with logits throughout"
     elif op.name == "xlogy":
         other = op.given.args[1]
         if not isinstance(other, Tensor) or not other.requires_grad:
@@ -145,15 +148,15 @@ def other(op: Op) -> Iterator[Hit]:
         gain = lambda distance: abs(weight) / distance  # noqa: E731
         advice = "clamp before it: y.clamp(min=1e-4)"
     else:
-        distance, where = one - x.abs(), "the distance from 1"
-        advice = "clamp before it: x.clamp(-1 + 1e-4, 1 - 1e-4)"
+        distance, where = 1 - x.abs(), "the distance from 1"
+        advice = f"clamp before it: x.clamp(-1 + {away}, 1 - {away})"
     yield from _small(
         op,
         distance,
         what=f"{op.name}: {where}",
-        least=1 / bearable(x.dtype),
+        least=1 / bearable(dtype),
         gain=gain,
-        harmless=bool(op.facts() & FADES_ALL),
+        harmless=bool(op.facts(1 if op.name == "xlogy" else 0) & FADES_ALL),
         advise=lambda _eps: advice,
     )
 
@@ -170,7 +173,7 @@ def inverse(op: Op) -> Iterator[Hit]:
             "inverse_at_one",
             f"acosh has no derivative at 1, is NaN below, and is given {least:.8g}: rounding alone can get "
             "there",
-            "clamp before it: x.clamp(min=1 + 1e-6).acosh()",
+            f"clamp before it: x.clamp(min=1 + {_step(op.tensor)}).acosh()",
         )
     elif INSIDE not in op.facts():
         largest = float(op.tensor.detach().abs().amax())
@@ -180,7 +183,7 @@ def inverse(op: Op) -> Iterator[Hit]:
             if AT_ONE in op.facts()
             else f"{op.name} has no derivative at -1 and 1, is NaN beyond, and is given up to {largest:.8g}: "
             "rounding alone can get there",
-            f"clamp before it: x.clamp(-1 + 1e-6, 1 - 1e-6).{op.name}()",
+            f"clamp before it: x.clamp(-1 + {_step(op.tensor)}, 1 - {_step(op.tensor)}).{op.name}()",
         )
 
 
@@ -261,3 +264,18 @@ def _small_message(
             f"its derivative is {at:.3g} there"
         )
     return f"{what} is given {smallest:.3g}: its derivative is {at:.3g} there"
+
+
+def _least(tensor: Tensor) -> str:
+    """The smallest value, for a message."""
+    values = tensor.detach()
+    return (
+        f" (the smallest is {float(values.amin()):.3g})"
+        if values.numel() and values.is_floating_point()
+        else ""
+    )
+
+
+def _step(tensor: Tensor) -> str:
+    """A distance from 1 that the type can hold."""
+    return written(4 * torch.finfo(tensor.dtype).eps)
