@@ -183,6 +183,15 @@ OTHERWISE = {
         lambda h: torch._weight_norm(h * TINY_ROW, torch.ones(6, 1), 0),
         lambda h: torch._weight_norm(h, torch.ones(6, 1), 0),
     ),
+    "near_singularity, tan": (
+        lambda h: torch.tan(1.5707963 - h.abs() * (TINY + 1e-7)),
+        lambda h: torch.tan(0.5 - h.abs() * (TINY + 1e-7) * 0.1),
+    ),
+    "near_singularity, clamped at 0": (
+        lambda h: (h + 9).clamp(min=0).log(),
+        lambda h: (h + 9).clamp(min=1e-4).log(),
+    ),
+    "near_singularity, a number": (lambda h: h / 1e-12, lambda h: (h * 1e-12) / 1e-12),
     "near_singularity, counts by log": (
         lambda h: torch.xlogy(torch.ones(6, 4, dtype=torch.long), h.abs() * TINY),
         lambda h: torch.xlogy(torch.ones(6, 4, dtype=torch.long), (h.abs() * TINY).clamp(min=1e-4)),

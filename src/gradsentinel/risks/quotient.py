@@ -39,6 +39,8 @@ def division(op: Op) -> Iterator[Hit]:
     given = op.given.args
     index = 0 if op.name == "reciprocal" else 2 if op.name == "addcdiv" else 1
     divisor = given[index] if len(given) > index else None
+    if isinstance(divisor, float) and divisor != 0 and op.tensor.is_floating_point():
+        divisor = torch.tensor(divisor, dtype=op.tensor.dtype, device=op.tensor.device)
     if not isinstance(divisor, Tensor) or op.kwargs.get("rounding_mode") is not None:
         return
     facts = op.facts(index)

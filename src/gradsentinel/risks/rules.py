@@ -168,7 +168,7 @@ _BY_NAME: dict[str, tuple[Rule, ...]] = {
     **dict.fromkeys(("sqrt", "rsqrt", "pow"), (singular.root,)),
     **dict.fromkeys(("log", "log2", "log10", "log1p"), (singular.logarithm,)),
     **dict.fromkeys(("acos", "asin", "atanh", "acosh"), (singular.inverse,)),
-    **dict.fromkeys(("atan2", "angle", "logit", "xlogy", "erfinv"), (singular.other,)),
+    **dict.fromkeys(("atan2", "angle", "tan", "logit", "xlogy", "erfinv"), (singular.other,)),
     **dict.fromkeys(("div", "true_divide", "reciprocal", "addcdiv"), (quotient.division,)),
     "mul": (quotient.product,),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), (quotient.normalisation,)),

@@ -105,6 +105,13 @@ def logarithm(op: Op) -> Iterator[Hit]:
             f"use torch.nn.functional.{better}",
         )
         return
+    if AT_ZERO in facts and guard_of(facts) is None and op.name != "log1p":
+        yield Hit(
+            "near_singularity",
+            f"{op.name} of what is clamped at 0 is -inf there{_least(op.tensor)}",
+            f"clamp at more than 0: x.clamp(min={written(MARGIN / bearable(op.tensor.dtype))})",
+        )
+        return
     argument = 1 + op.tensor.detach() if op.name == "log1p" else op.tensor
     start, finest = ("-1 + ", torch.finfo(op.tensor.dtype).eps) if op.name == "log1p" else ("", 0.0)
     yield from _small(
@@ -119,7 +126,7 @@ def logarithm(op: Op) -> Iterator[Hit]:
 
 
 def other(op: Op) -> Iterator[Hit]:
-    """Judge atan2, angle, logit, xlogy and erfinv by their distance from where they are singular."""
+    """Judge atan2, angle, tan, logit, xlogy and erfinv by their distance from where they are singular."""
     if not op.differentiable:
         return
     x, dtype = op.tensor.detach(), op.result.dtype
@@ -139,6 +146,10 @@ def other(op: Op) -> Iterator[Hit]:
             return
         distance, where = torch.minimum(x, 1 - x), "the distance from 0 and 1"
         advice = f"clamp before it, x.clamp({away}, 1 - {away}), or compute with logits throughout"
+    elif op.name == "tan":
+        distance, where = x.cos().abs(), "the cosine"
+        gain = lambda distance: distance**-2  # noqa: E731
+        advice = "keep the angle away from pi / 2, or compute with sine and cosine"
     elif op.name == "xlogy":
         other = op.given.args[1]
         if not isinstance(other, Tensor) or not other.requires_grad:
