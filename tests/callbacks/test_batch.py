@@ -322,7 +322,7 @@ def test_warn_lets_the_bad_step_through(run_dir):
 
 def fails_on(batches, run_dir, callback=None):
     with pytest.raises(IndexError) as caught:
-        run_steps(batches, callback or BatchCallback(), run_dir)
+        run_steps(batches, callback or BatchCallback(action="warn"), run_dir)
     return getattr(caught.value, "__notes__", [])
 
 
@@ -336,12 +336,19 @@ def test_a_look_up_that_fails_is_explained(run_dir, caplog):
     assert note.removeprefix("gradsentinel: ") in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("compiled", "source"), [(False, "the 5 classes that the loss is given"), (True, "the 5 outputs of head")]
+)
 @pytest.mark.parametrize("bad", [5, -1])
-def test_a_label_that_is_no_class_is_explained_in_the_log(bad, run_dir, caplog):
+def test_a_label_that_is_no_class_is_explained_in_the_log(
+    bad, compiled, source, run_dir, caplog, monkeypatch
+):
+    """Where something is compiled nobody hears the look-up: what the model has is all there is to go by."""
+    monkeypatch.setattr("gradsentinel.callbacks.batch_lookups.anything_compiled", lambda: compiled)
     batches = make(3)
     batches[1]["labels"][2] = bad
     fails_on(batches, run_dir)
-    assert f"labels[2] is {bad}, outside 0 to 4 (the 5 outputs of head)" in caplog.text
+    assert f"labels[2] is {bad}, outside 0 to 4 ({source})" in caplog.text
 
 
 def test_a_failure_that_has_nothing_to_do_with_the_batch_is_not_explained(run_dir, caplog):

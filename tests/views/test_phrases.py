@@ -23,8 +23,9 @@ CHINESE = re.compile("[\u4e00-\u9fff\uff00-\uffef]")
 WRITERS = """
     evidence incident inquiry recovery again/model_calls again/recompute bus callbacks/batch
     callbacks/batch_evidence callbacks/batch_fields callbacks/batch_gross callbacks/batch_habits
-    callbacks/batch_share callbacks/cross_rank callbacks/device_health callbacks/escalation
-    callbacks/forecast callbacks/headroom callbacks/health_evidence callbacks/lifeless
+    callbacks/batch_lookups callbacks/batch_share callbacks/cross_rank
+    callbacks/device_health callbacks/escalation callbacks/forecast callbacks/headroom
+    callbacks/health_evidence callbacks/lifeless
     callbacks/loss_scale callbacks/lost_eps callbacks/magnitude callbacks/nan callbacks/outliers
     callbacks/peaks callbacks/recomputing callbacks/rescue callbacks/resync callbacks/retry
     callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike callbacks/squares

@@ -14,25 +14,34 @@ import torch
 from torch import Tensor
 
 from gradsentinel import events
-from gradsentinel.callback import Comparer
 from gradsentinel.callbacks.batch_evidence import (
     evidence_of,
     facts_of_failure,
     fault_beyond,
     faults_of,
+    faults_of_misses,
 )
-from gradsentinel.callbacks.batch_fields import Reader, checked_ranges, is_empty, tables_of
+from gradsentinel.callbacks.batch_fields import Field, Reader, checked_ranges, is_empty, tables_of
 from gradsentinel.callbacks.batch_gross import Beyond, Gross
 from gradsentinel.callbacks.batch_habits import Habits, Oddity
-from gradsentinel.callbacks.batch_look import Look, either, flag_on, told_of, warning, was_fine, where_bad
+from gradsentinel.callbacks.batch_look import (
+    Look,
+    either,
+    flag_on,
+    missed,
+    told_of,
+    warning,
+    was_fine,
+    where_bad,
+)
+from gradsentinel.callbacks.batch_lookups import Lookups
 from gradsentinel.callbacks.batch_meter import Meter
 from gradsentinel.callbacks.batch_reading import BEYOND, EMPTY, NONFINITE, OUT_OF_RANGE, UNSELECTED, Reading
-from gradsentinel.callbacks.batch_share import Share
+from gradsentinel.callbacks.batch_share import Share, SharesCompared
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError, TrainingAborted
 from gradsentinel.evidence import Evidence, Finding
 from gradsentinel.measures.mailbox import Letter, Mailbox
-from gradsentinel.ranks.replicas import ReplicaGroup
 from gradsentinel.run import Run
 
 logger = logging.getLogger("gradsentinel")
@@ -42,7 +51,7 @@ _ON_PURPOSE = "; if it is meant so, name the field in allow_nonfinite="
 
 
 @dataclass(kw_only=True)
-class BatchCallback(Comparer):
+class BatchCallback(SharesCompared):
     """Looks at each micro-batch before the model does, and drops the step that bad data spoils.
 
     Wrong by itself: NaN and Inf, numbers outside of `ranges`, labels that are all ignored, records that
@@ -89,6 +98,8 @@ class BatchCallback(Comparer):
     _number: int = field(default=0, init=False, repr=False)
     _in_flight: bool = field(default=False, init=False, repr=False)
     _share: Share = field(default_factory=Share, init=False, repr=False)
+    _lookups: Lookups | None = field(default=None, init=False, repr=False)
+    """None before the run."""
 
     def __post_init__(self) -> None:
         self.action = Action.parse(self.action)
@@ -132,11 +143,13 @@ class BatchCallback(Comparer):
         self._run = event.run
         self._reader = Reader(self.ranges or {}, tables_of(event.run.host.modules()))
         self._share.several = event.run.consensus.world_size > 1
+        self._lookups = Lookups(event.run.host, replaces=Action.parse(self.action) > Action.WARN)
 
     # -- in the step: nothing waits --------------------------------------------------------------------
 
     def on_batch(self, event: events.Batch) -> Sequence[Finding]:
-        """Measure the batch; report numbers outside of the ranges that were given."""
+        """Measure the batch; report numbers outside of given ranges, and of tables when it is looked up."""
+        self._listen_no_more()
         if event.microbatch == 0:
             self._looks = []
         self._in_flight = True
@@ -146,8 +159,7 @@ class BatchCallback(Comparer):
             look.drawn = self._run.scene.microbatches[-1]
         self._looks.append(look)
         self._waiting.append(look)
-        if self._reader.unused:
-            self._hint([one.path for one, _ in fields])
+        self._reader.tell_unused(fields)
         if self._share.several:
             self._share.count(event.batch, fields, self.ignore_index)
         if look.empty or not fields:
@@ -158,14 +170,34 @@ class BatchCallback(Comparer):
         for reading in self._meter.measure(fields, allowed=self._allowed, statistics=due):
             look.letters.append((reading, *self._post(reading)))
             outside += reading.outside
-        if not outside:
-            return ()
-        confirm = self._confirming([look], only=OUT_OF_RANGE)
-        flags = [flag for flag in map(self._here, outside) if flag is not None]
-        return [self._finding(flag, confirm, look.microbatch) for flag in flags]
+        found = self._listen(look, fields, outside)
+        if outside:
+            confirm = self._confirming([look], only=OUT_OF_RANGE)
+            flags = [flag for flag in map(self._here, outside) if flag is not None]
+            found += [self._finding(flag, confirm, look.microbatch) for flag in flags]
+        return found
+
+    def _listen(
+        self, look: Look, fields: Sequence[tuple[Field, Tensor]], outside: Sequence[Tensor]
+    ) -> list[Finding]:
+        """Listen to what is looked up, if need be; the finding comes true with the first miss."""
+        if self._lookups is None:
+            return []
+        readings = [reading for reading, _, _ in look.letters]
+        insist = any(flag.device.type == "cpu" and bool(flag) for flag in outside)
+        look.misses = misses = self._lookups.begin(fields, readings, insist=insist)
+        if misses is None:
+            return []
+        told = missed(misses, look, self._reader, Action.parse(self.action))
+        return [self._finding(misses.flag, told, look.microbatch)]
+
+    def _listen_no_more(self) -> None:
+        if self._lookups is not None:
+            self._lookups.end()
 
     def on_after_backward(self, event: events.AfterBackward) -> list[Finding]:
         """Report the batch if it is far beyond the others, or if it is bad and the loss is not finite."""
+        self._listen_no_more()
         look = next((look for look in self._looks if look.microbatch == event.microbatch), None)
         if look is None:
             return []
@@ -178,6 +210,7 @@ class BatchCallback(Comparer):
 
     def on_before_clip(self, event: events.BeforeClip) -> list[Finding]:
         """Report the batches if something is wrong with one and the gradients are not finite."""
+        self._listen_no_more()
         found: list[Finding] = []
         if self._run is not None and self._run.consensus.world_size == 1:  # several ask before, if at all
             found = [one for look in self._looks if not look.judged for one in self._far_out(look)]
@@ -272,6 +305,7 @@ class BatchCallback(Comparer):
 
     def on_after_step(self, event: events.AfterStep) -> Sequence[Finding]:
         """Judge what was measured, as far as it has arrived: what the model coped with, what is unusual."""
+        self._listen_no_more()
         self._in_flight = False
         self._share.steps += 1
         findings: list[Finding] = []
@@ -293,18 +327,22 @@ class BatchCallback(Comparer):
 
     def on_run_end(self, event: events.RunEnd) -> None:
         """Say what is wrong with the batch that the program failed on: a look-up fails on bad numbers."""
-        if not (self._in_flight and self._looks and isinstance(event.error, Exception)):
+        self._listen_no_more()
+        error = event.error
+        if not (self._in_flight and self._looks) or isinstance(error, TrainingAborted):
             return
-        if isinstance(event.error, TrainingAborted):
+        if not isinstance(error, Exception):
             return
         look = self._looks[-1]
-        for fact in facts_of_failure(
-            event.error, look.batch, self._reader, ignore_index=self.ignore_index, allowed=self._allowed
-        ):
+        missed = [] if look.misses is None else faults_of_misses(look.misses.found, look.batch, self._reader)
+        facts = [fault.fact for fault in missed] or facts_of_failure(
+            error, look.batch, self._reader, ignore_index=self.ignore_index, allowed=self._allowed
+        )
+        for fact in facts:
             text = f"step {look.step}, micro-batch {look.microbatch}: bad data: {fact}"
             logger.error(text)
-            if hasattr(event.error, "add_note"):
-                event.error.add_note(f"gradsentinel: {text}")
+            if hasattr(error, "add_note"):
+                error.add_note(f"gradsentinel: {text}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what batches usually are like."""
@@ -360,41 +398,3 @@ class BatchCallback(Comparer):
             return evidence_of(faults, look.ids, Action.WARN, look.microbatch, note) if faults else None
 
         return confirm
-
-    def _hint(self, paths: Sequence[str]) -> None:
-        """Say once which names in `ranges` the first batch has not."""
-        if self._reader.unused:
-            logger.warning(
-                "ranges= names %s, which the first batch does not have; its fields are %s",
-                ", ".join(map(repr, sorted(self._reader.unused))),
-                ", ".join(map(repr, paths)) or "none",
-            )
-            self._reader.unused.clear()
-
-    # -- what the ranks see ----------------------------------------------------------------------------
-
-    def compares(self, step: int) -> bool:
-        """Return True after every `compare_every`-th step, if there are other ranks."""
-        return bool(self._share.several and self.compare_every and (step + 1) % self.compare_every == 0)
-
-    def width(self, group: ReplicaGroup) -> int:
-        """Return 0: nothing has to be equal."""
-        return 0
-
-    def fingerprints(self, group: ReplicaGroup) -> Tensor:
-        """Return nothing that has to be equal."""
-        return torch.zeros(0, dtype=torch.int64, device=self._run.host.device if self._run else None)
-
-    def differing(self, step: int, group: ReplicaGroup, places: Sequence[int], own: int) -> None:
-        """Never called: nothing has to be equal."""
-
-    def standing(self) -> Tensor | None:
-        """Return the logarithm of what this rank saw per step."""
-        return self._share.standing()
-
-    def compared(self, step: int, own: float, others: tuple[float, float]) -> Finding | None:
-        """Warn if this rank sees far less or more than the others."""
-        message = self._share.unfair(own, others)
-        if message is None:
-            return None
-        return Finding(kind=Kind.CUSTOM, value=torch.tensor(True), action=Action.WARN, message=message)

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradsentinel.callbacks.batch_fields import Field, Reader, is_empty, record_count
 from gradsentinel.callbacks.batch_gross import Beyond
 from gradsentinel.callbacks.batch_habits import COPIES, MANY, OUTLIER, Oddity
+from gradsentinel.callbacks.batch_lookups import Miss
 from gradsentinel.callbacks.batch_meter import fully_masked_rows
 from gradsentinel.callbacks.batch_reading import (
     BEYOND,
@@ -29,6 +30,7 @@ from gradsentinel.incident import fold
 from gradsentinel.state.tree import tensors_in
 
 _MAX_SAMPLES = 64
+KEPT_FROM = "the table was asked for another number in its place, and what came of it is dropped"
 _LOOK_UPS = ("index", "indices", "out of bounds", "out of range", "device-side assert", "target")
 """What errors of look-ups speak of."""
 _REMEDIES = {
@@ -70,6 +72,47 @@ def faults_of(
     return found
 
 
+def faults_of_misses(misses: Sequence[Miss], batch: Any, reader: Reader) -> list[Fault]:
+    """Return the numbers that were looked up in vain, as far as possible by field and record."""
+    found: dict[str, Fault] = {}
+    integers = [(one, v) for one, v in reader.read(batch) if not one.is_float and v.dtype is not torch.bool]
+    for miss in sorted(misses, key=lambda miss: miss.size):  # of several tables the smallest one counts
+        bad = miss.where(miss.numbers)
+        if not bool(bad.any()):
+            continue
+        likely = [(_likeness(miss, bad, values), one, values) for one, values in integers]
+        (score, shift), one, values = max(likely, key=lambda each: each[0][0], default=((0, 0), None, None))
+        if one is None or values is None or not score:
+            fact = _beyond("what is looked up", miss.numbers, bad, (0, miss.size), miss.source)
+            found.setdefault("", Fault(OUT_OF_RANGE, "", fact))
+            continue
+        bad = miss.where(values.to(torch.int64) + shift)
+        fact = _beyond(one.name, values, bad, (-shift, miss.size - shift), miss.source)
+        found.setdefault(one.path, Fault(OUT_OF_RANGE, one.path, fact, _rows(bad, record_count(batch))))
+    named = [fault for fault in found.values() if fault.path]
+    return named or list(found.values())
+
+
+def _likeness(miss: Miss, bad: Tensor, values: Tensor) -> tuple[int, int]:
+    """Return how likely these are the numbers that were looked up, 0 if not, and what was added to them."""
+    numbers, values = miss.numbers.to("cpu", torch.int64), values.to("cpu", torch.int64)
+    if numbers.numel() == values.numel():
+        shifts = numbers.flatten() - values.flatten()
+        shift = int(shifts[0])
+        if bool((shifts == shift).all()):
+            return (3 if shift == 0 else 2), shift
+    asked, there = set(numbers[bad.cpu()].tolist()), set(values[miss.where(values)].tolist())
+    return int(asked <= there), 0
+
+
+def _beyond(name: str, values: Tensor, bad: Tensor, lawful: tuple[int, int], source: str) -> str:
+    """Say which number is not lawful, and how many are not."""
+    index = tuple(bad.nonzero()[0].tolist())
+    where = f"{name}[{', '.join(map(str, index))}]" if index else name
+    within = f"{lawful[0]} to {lawful[1] - 1} ({source})"
+    return f"{where} is {values[index].item()}, outside {within}, as {int(bad.sum())} value(s) are"
+
+
 def facts_of_failure(
     error: Exception, batch: Any, reader: Reader, *, ignore_index: int, allowed: Collection[str]
 ) -> list[str]:
@@ -86,9 +129,18 @@ def facts_of_failure(
 
 
 def evidence_of(
-    faults: Sequence[Fault], ids: dict[int, Any], action: Action, microbatch: int | None, note: str = ""
+    faults: Sequence[Fault],
+    ids: dict[int, Any],
+    action: Action,
+    microbatch: int | None,
+    note: str = "",
+    *,
+    more: tuple[str, ...] = (),
 ) -> Evidence:
-    """Return the evidence of what is wrong with a batch, whose records have these ids; there is a fault."""
+    """Return the evidence of what is wrong with a batch, whose records have these ids; there is a fault.
+
+    `note` says why it may not be one, `more` what else there is to say.
+    """
     first = faults[0]
     named = f", of {_who(first.rows, ids)}" if any(row in ids for row in first.rows) else ""
     samples = tuple(
@@ -105,7 +157,7 @@ def evidence_of(
             cause="data",
             confidence=0.6 if note else 0.95,
             phase="input",
-            evidence=tuple(fault.fact for fault in faults) + ((note,) if note else ()),
+            evidence=tuple(fault.fact for fault in faults) + ((note,) if note else ()) + more,
             remedy=tuple(remedies),
         ),
         details={"faults": list(dict.fromkeys(fault.mark for fault in faults))},
@@ -172,10 +224,7 @@ def _judge(
         if field.role == "labels":
             bad &= values != ignore_index
         if bool(bad.any()):
-            index = tuple(bad.nonzero()[0].tolist())
-            where = f"{field.name}[{', '.join(map(str, index))}]"
-            lawful = f"{bound.low} to {bound.high - 1} ({bound.source})"
-            fact = f"{where} is {values[index].item()}, outside {lawful}, as {int(bad.sum())} value(s) are"
+            fact = _beyond(field.name, values, bad, (bound.low, bound.high), bound.source)
             mark = OUT_OF_RANGE if bound.given else BEYOND
             yield Fault(mark, field.path, fact, _rows(bad, records))
     if field.is_counted and bool((values == ignore_index).all()):

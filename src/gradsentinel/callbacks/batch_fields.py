@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from gradsentinel.errors import ConfigurationError
 from gradsentinel.measures.inspection import local, values_of
 from gradsentinel.measures.norms import FLOAT8
 from gradsentinel.state.tree import tensors_in
+
+logger = logging.getLogger("gradsentinel")
 
 _LABELS = {"labels", "label", "targets", "target", "y", "lm_labels", "decoder_labels"}
 _IDS = {"input_ids", "tokens", "token_ids", "decoder_input_ids", "src_tokens"}
@@ -134,6 +137,17 @@ class Reader:
                 self._known[key] = self._field(path, tensor, values)
             found.append((self._known[key], values))
         return found
+
+    def tell_unused(self, fields: Sequence[tuple[Field, Tensor]]) -> None:
+        """Say once which names in `ranges` the first batch, of these fields, has not."""
+        if not self.unused:
+            return
+        logger.warning(
+            "ranges= names %s, which the first batch does not have; its fields are %s",
+            ", ".join(map(repr, sorted(self.unused))),
+            ", ".join(repr(one.path) for one, _ in fields) or "none",
+        )
+        self.unused.clear()
 
     def _field(self, path: str, tensor: Tensor, values: Tensor) -> Field:
         name = path.rpartition(".")[2]

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from gradsentinel import events
 from gradsentinel.again.scene import MicroBatch
-from gradsentinel.callbacks.batch_evidence import evidence_of_oddities
+from gradsentinel.callbacks.batch_evidence import (
+    KEPT_FROM,
+    evidence_of,
+    evidence_of_oddities,
+    faults_of_misses,
+)
+from gradsentinel.callbacks.batch_fields import Reader
 from gradsentinel.callbacks.batch_habits import Oddity
+from gradsentinel.callbacks.batch_lookups import Misses
 from gradsentinel.callbacks.batch_reading import Reading
 from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Action, Kind
@@ -33,6 +40,8 @@ class Look:
     """The same as the run has it."""
     letters: list[tuple[Reading, Mailbox | None, Letter]] = field(default_factory=list)
     """What was measured, and its numbers on their way; None: they were made in host memory."""
+    misses: Misses | None = None
+    """What was looked up in vain; None: nobody listened."""
     judged: bool = False
     """True once its backward pass was seen."""
     sheets: list[list[float]] | None = None
@@ -108,3 +117,14 @@ def warning(confirm: Callable[[], Evidence | None]) -> Finding:
 def told_of(odd: Sequence[Oddity], look: Look) -> Callable[[], Evidence | None]:
     """Return what says what is out of the ordinary."""
     return lambda: evidence_of_oddities(odd, look.batch, look.ids, look.microbatch)
+
+
+def missed(misses: Misses, look: Look, reader: Reader, action: Action) -> Callable[[], Evidence | None]:
+    """Return what says which numbers were looked up in vain; None if none was after all."""
+
+    def confirm() -> Evidence | None:
+        faults = faults_of_misses(misses.found, look.batch, reader)
+        kept = (KEPT_FROM,) if action > Action.WARN else ()
+        return evidence_of(faults, look.ids, action, look.microbatch, more=kept) if faults else None
+
+    return confirm

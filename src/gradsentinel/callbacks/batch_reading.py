@@ -86,6 +86,8 @@ class Plan:
     """Of the sheet."""
     floats: int = field(init=False)
     """How many of the fields are floating-point ones."""
+    integers: list[tuple[int, int]] = field(init=False)
+    """Of the integer fields: which of the measured fields each is, and its place."""
     judged: list[int] = field(init=False)
     """Places of fields whose numbers are compared with their range."""
     masks: list[int] = field(init=False)
@@ -107,6 +109,11 @@ class Plan:
         self.wide = device_of(self.device).wide
         self.places = sorted(in_order, key=lambda place: not fields[place].is_float)
         self.floats = sum(fields[place].is_float for place in in_order)
+        self.integers = [
+            (number, place)
+            for number, place in enumerate(self.places)
+            if not fields[place].is_float and fields[place].dtype is not torch.bool
+        ]
         self.judged = [place for place in in_order if fields[place].is_judged]
         self.masks = [place for place in in_order if fields[place].role in {"kept", "padded"}]
         self.flagged = [

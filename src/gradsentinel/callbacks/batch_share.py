@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsentinel.callback import Comparer
 from gradsentinel.callbacks.batch_fields import Field, record_count
+from gradsentinel.decision import Action, Kind
+from gradsentinel.evidence import Finding
+from gradsentinel.ranks.replicas import ReplicaGroup
+from gradsentinel.run import Run
 
 _TWICE = math.log(2.0)
 _DEVIATIONS = 6.0
@@ -52,3 +57,37 @@ class Share:
             f"this rank sees {math.expm1(own):.4g} labels or records a step, the others about "
             f"{math.expm1(mean):.4g}: in an average over the ranks its own weigh too much or too little"
         )
+
+
+class SharesCompared(Comparer):
+    """What compares the shares of the ranks; the settings and the counts are the subclass's."""
+
+    compare_every: int
+    _share: Share
+    _run: Run | None
+
+    def compares(self, step: int) -> bool:
+        """Return True after every `compare_every`-th step, if there are other ranks."""
+        return bool(self._share.several and self.compare_every and (step + 1) % self.compare_every == 0)
+
+    def width(self, group: ReplicaGroup) -> int:
+        """Return 0: nothing has to be equal."""
+        return 0
+
+    def fingerprints(self, group: ReplicaGroup) -> Tensor:
+        """Return nothing that has to be equal."""
+        return torch.zeros(0, dtype=torch.int64, device=self._run.host.device if self._run else None)
+
+    def differing(self, step: int, group: ReplicaGroup, places: Sequence[int], own: int) -> None:
+        """Never called: nothing has to be equal."""
+
+    def standing(self) -> Tensor | None:
+        """Return the logarithm of what this rank saw per step."""
+        return self._share.standing()
+
+    def compared(self, step: int, own: float, others: tuple[float, float]) -> Finding | None:
+        """Warn if this rank sees far less or more than the others."""
+        message = self._share.unfair(own, others)
+        if message is None:
+            return None
+        return Finding(kind=Kind.CUSTOM, value=torch.tensor(True), action=Action.WARN, message=message)

@@ -371,3 +371,44 @@ def test_experts_have_their_numbers_in_the_whole_model(megatron, tmp_path):
         described = json.loads((tmp_path / "run" / f"params-rank{rank}.json").read_text())
         names = [e["name"] for e in described["parameters"] if "local_experts" in e["name"]]
         assert {name.split("local_experts.")[1].split(".")[0] for name in names} == numbers
+
+
+@pytest.mark.parametrize("name", ["tp2-sequence", "dp2-overlap", "pp2"])
+@pytest.mark.parametrize("how", ["schedule", "data"])
+def test_a_token_beyond_the_vocabulary_is_named_and_its_step_dropped(
+    megatron: MegatronServer, tmp_path: Path, name: str, how: str
+):
+    """Where ranks hold parts of the vocabulary, nothing fails: the token is 0 on all of them."""
+    layout = LAYOUTS[name]
+    faults = tuple(
+        Fault(rank=rank, parameter="tokens", when="input", value=70, step=3) for rank in range(layout.world)
+    )
+    watched = megatron.run(
+        "train",
+        layout.world,
+        layout,
+        tmp_path,
+        callbacks="NanCallback, BatchCallback",
+        faults=faults,
+        schedule=how == "schedule",
+        data=how == "data",
+    )
+    for result in watched:
+        (incident,) = result["incidents"]
+        assert (incident["step"], incident["kind"]) == (3, "nonfinite_input")
+        assert re.search(
+            r"tokens\[1, 3\] is 70, outside 0 to 63 \(the 64 rows of .*word_embeddings\)", incident["message"]
+        )
+        assert result["good"] == 4
+        assert result["restored"]
+        assert result["swallowed"] == []
+
+
+def test_tokens_of_the_other_parts_of_the_vocabulary_are_healthy(
+    megatron: MegatronServer, alone, tmp_path: Path
+):
+    layout = LAYOUTS["tp2-sequence"]
+    callbacks = "NanCallback, BatchCallback"
+    watched = megatron.run("train", layout.world, layout, tmp_path, callbacks=callbacks, again=1)
+    check_untouched(outcome(alone(layout, steps=6)), outcome(watched))
+    assert all(result["incidents"] == [] for result in watched)

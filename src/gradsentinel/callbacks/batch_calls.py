@@ -1,0 +1,199 @@
+"""The calls that look numbers up in a table or among classes, heard while somebody listens."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._C import _is_tracing as is_tracing
+from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
+
+from gradsentinel.testing import record_swallowed
+
+logger = logging.getLogger("gradsentinel")
+
+_IGNORE_AT, _IGNORED = 4, -100
+"""Where `ignore_index` stands among the arguments of the losses, and what it is if it is not given."""
+
+
+class Listener(Protocol):
+    """Hears of look-ups."""
+
+    def looks_up(self, numbers: Tensor, size: int, table: Any, ignore: int | None) -> Tensor | None:
+        """Hear what is about to be looked up; return what to look up instead, or None.
+
+        Args:
+            numbers: of any shape.
+            size: lawful are 0 to below this.
+            table: the weight or the module that holds them, or None for the classes of a loss.
+            ignore: lawful, too.
+        """
+
+
+class Calls:
+    """Gives a listener the calls of its own thread from `begin` to `end`; between steps nothing is replaced.
+
+    What is replaced are the four functions of torch through which every embedding and every loss over
+    classes goes, whoever calls it and by which name. A mode of torch's would do, too, but under a mode
+    torch takes other kernels for attention, and a healthy run would not be the same to the bit. Of a table
+    that is spread over ranks each rank sees its part only, so there it is the module that is heard.
+
+    Args:
+        listener: who hears.
+        spread: modules that look numbers up in a table of which this process holds a part.
+    """
+
+    def __init__(self, listener: Listener, spread: Iterable[nn.Module]) -> None:
+        self._listener = listener
+        self._hooks = [(module, _Before(self, module)) for module in spread]
+        self._parts = {id(parameter) for module, _ in self._hooks for parameter in module.parameters()}
+        self._key = RemovableHandle(OrderedDict()).id  # a key that no other hook has
+        self._thread: int | None = None
+        self._failed = False
+
+    def begin(self, *, functions: bool) -> None:
+        """Hear of calls from now on; without `functions` only of those of the modules."""
+        self.end()
+        if self._failed:
+            return
+        self._thread = threading.get_ident()
+        for module, hook in self._hooks:
+            if module._compiled_call_impl is None:  # else it would be compiled, too
+                module._forward_pre_hooks[self._key] = hook
+        if functions:
+            _listening.append(self)
+            if len(_listening) == 1:
+                _replace()
+
+    def end(self) -> None:
+        """Hear of nothing more."""
+        if self._thread is None:
+            return
+        self._thread = None
+        for module, _ in self._hooks:
+            module._forward_pre_hooks.pop(self._key, None)
+        if self in _listening:
+            _listening.remove(self)
+            if not _listening:
+                _put_back()
+
+    def heard(self, numbers: Any, size: int, table: Any, ignore: int | None = None) -> Any:
+        """Return what is to be looked up."""
+        if self._thread != threading.get_ident() or id(table) in self._parts or not _is_plain(numbers):
+            return numbers
+        try:
+            instead = self._listener.looks_up(numbers, size, table, ignore)
+        except Exception as error:  # in the user's forward pass, which must go on
+            logger.exception("look-ups of the model cannot be watched any more")
+            record_swallowed(error)
+            self._failed = True
+            self.end()
+            return numbers
+        return numbers if instead is None else instead
+
+
+def _is_plain(numbers: Any) -> bool:
+    return (
+        isinstance(numbers, Tensor)
+        and type(numbers) in (Tensor, nn.Parameter)
+        and not (numbers.dtype.is_floating_point or numbers.dtype.is_complex or numbers.dtype is torch.bool)
+        and numbers.layout is torch.strided
+        and numbers.device.type != "meta"
+        and not numbers.is_nested
+        and numbers.numel() > 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+_listening: list[Calls] = []
+_plain: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""What was replaced, and by what."""
+
+
+def _of_table(args: tuple[Any, ...], _: dict[str, Any]) -> tuple[int, Any, int | None]:
+    return args[0].shape[0], args[0], None
+
+
+def _of_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any, int | None]:
+    scores = args[0]
+    ignore = args[_IGNORE_AT] if len(args) > _IGNORE_AT else kwargs.get("ignore_index", _IGNORED)
+    return scores.shape[min(1, scores.dim() - 1)], None, ignore
+
+
+_FUNCTIONS: tuple[tuple[Any, str, Callable[..., tuple[int, Any, int | None]]], ...] = (
+    (torch, "embedding", _of_table),
+    (torch, "embedding_bag", _of_table),
+    (torch, "embedding_renorm_", _of_table),
+    (torch._C._nn, "cross_entropy_loss", _of_classes),
+    (torch._C._nn, "nll_loss_nd", _of_classes),
+)
+"""All of them take the table or the scores first, and then the numbers."""
+
+
+def _heard(
+    plain: Callable[..., Any], about: Callable[..., tuple[int, Any, int | None]]
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or is_tracing() or len(args) < 2 or not isinstance(args[0], Tensor):
+            return plain(*args, **kwargs)
+        if args[0].dim():
+            numbers = args[1]
+            for calls in tuple(_listening):
+                numbers = calls.heard(numbers, *about(args, kwargs))
+            args = (args[0], numbers, *args[2:])
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _replace() -> None:
+    for owner, name, about in _FUNCTIONS:
+        plain = getattr(owner, name)
+        ours = _heard(plain, about)
+        _plain[owner, name] = plain, ours
+        setattr(owner, name, ours)
+
+
+def _put_back() -> None:
+    for (owner, name), (plain, ours) in _plain.items():
+        if (
+            getattr(owner, name) is ours
+        ):  # else somebody has put something on top, which goes on to the plain one
+            setattr(owner, name, plain)
+    _plain.clear()
+
+
+def _nothing(*_: Any) -> None:
+    """What is left of our hooks in a copy of the model."""
+
+
+def _silent() -> Any:
+    return _nothing
+
+
+class _Before:
+    """A hook on a module that looks numbers up; none in a copy of the module."""
+
+    __slots__ = ("calls", "module")
+
+    def __init__(self, calls: Calls, module: nn.Module) -> None:
+        self.calls = calls
+        self.module = module
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if is_compiling() or is_tracing() or module is not self.module or not args:
+            return None
+        size: Any = module.num_embeddings
+        return (self.calls.heard(args[0], size, module), *args[1:])
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _silent, ()
