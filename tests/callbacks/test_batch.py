@@ -6,12 +6,14 @@ import math
 from collections import UserDict
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradsentinel import Action, BatchCallback, ConfigurationError, Kind, NanCallback, Sentinel
+from gradsentinel.data.holdings import held_in
 from gradsentinel.measures import mailbox
 from loops import build, differences, finish, generators, make_batches, train_by_hand, train_watched
 
@@ -751,3 +753,106 @@ def test_with_a_scaler_the_search_for_a_scale_is_not_blamed_on_the_data(run_dir)
 def test_settings_that_cannot_work(settings, words):
     with pytest.raises(ConfigurationError, match=words):
         BatchCallback(**settings)
+
+
+# -- batches as users have them ------------------------------------------------------------------------
+
+
+class Holder:
+    """An object of the user's own."""
+
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
+class Slotted:
+    """One without a dict."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Graph:
+    """As torch_geometric's data: it has keys, and attributes for them."""
+
+    def __init__(self, **held):
+        self._held = held
+
+    def keys(self):
+        return list(self._held)
+
+    def __getitem__(self, key):
+        return self._held[key]
+
+
+def packed(x):
+    return nn.utils.rnn.pack_padded_sequence(x[:, :, None], [4] * 6, batch_first=True)
+
+
+def ragged(x, layout):
+    return torch.nested.nested_tensor([row[: 1 + i % 4] for i, row in enumerate(x)], layout=layout)
+
+
+def cyclic(x):
+    batch = {"x": x}
+    batch["me"] = batch
+    return batch
+
+
+def read_only(x):
+    array = x.numpy().copy()
+    array.flags.writeable = False
+    return array
+
+
+AS_USERS_HAVE_THEM = {
+    "packed": (packed, [(2, "data")]),
+    "packed within": (lambda x: {"p": [packed(x)]}, [(2, "p[0].data")]),
+    "graph": (lambda x: Graph(x=x, edge_index=torch.zeros(2, 5, dtype=torch.long)), [(2, "x")]),
+    "array": (lambda x: x.numpy(), [(2, "")]),
+    "arrays": (lambda x: {"x": x.numpy(), "names": np.array(["a"] * 6)}, [(2, "x")]),
+    "array, read only": (lambda x: [read_only(x)], [(2, "[0]")]),
+    "array, backwards": (lambda x: [x.numpy()[::-1]], [(3, "[0]")]),
+    "array, other end first": (lambda x: [x.numpy().astype(">f4")], [(2, "[0]")]),
+    "object": (lambda x: Holder(x=x, vocabulary={str(n): n for n in range(1000)}), [(2, "x")]),
+    "objects": (lambda x: {"a": Holder(held=[x])}, [(2, "a.held[0]")]),
+    "slots": (lambda x: Slotted(x.numpy()), [(2, "x")]),
+    "csr": (lambda x: {"x": x.to_sparse_csr()}, []),
+    "sparse": (lambda x: {"x": x.to_sparse()}, [(2, "x")]),
+    "ragged": (lambda x: {"x": ragged(x, torch.jagged)}, []),
+    "ragged, strided": (lambda x: {"x": ragged(x, torch.strided)}, []),
+    "with other things": (lambda x: {"x": x, "s": ["a"], "n": None, "d": torch.tensor(1.0)}, [(2, "x")]),
+    "cyclic": (cyclic, [(2, "x")]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("more", [[], [NanCallback()]], ids=["alone", "with NanCallback"])
+@pytest.mark.parametrize("name", AS_USERS_HAVE_THEM)
+def test_batches_as_users_have_them(name, more, run_dir):
+    wrap, samples = AS_USERS_HAVE_THEM[name]
+    tensors = [torch.randn(6, 4) for _ in range(5)]
+    tensors[3][2, 0] = NAN
+    found = iter(tensors)
+    loss = lambda model, batch: loss_of(model, {"x": next(found)})  # noqa: E731
+    sentinel = run_steps([wrap(x) for x in tensors], BatchCallback(), run_dir, loss=loss, more=more)
+    (incident,) = sentinel.incidents
+    assert (incident.step, incident.kind) == (3, Kind.NONFINITE_INPUT)
+    assert incident.diagnosis.cause == "data"
+    assert [(s.position, s.field) for s in incident.samples] == samples
+
+
+def test_the_data_set_that_a_batch_knows_is_not_looked_through():
+    entered = []
+
+    class Example:
+        def __getattribute__(self, name):
+            entered.append(name)
+            return super().__getattribute__(name)
+
+    batch = Holder(x=torch.zeros(2), dataset=Holder(examples=[Example()]), examples=[Example()] * 1000)
+    assert [path for path, _ in held_in(batch)] == ["x"]
+    assert entered == []

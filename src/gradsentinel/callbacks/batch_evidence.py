@@ -23,11 +23,11 @@ from gradsentinel.callbacks.batch_reading import (
     OUT_OF_RANGE,
     UNSELECTED,
 )
+from gradsentinel.data.holdings import held_in
 from gradsentinel.decision import Action, Kind
 from gradsentinel.diagnosis.scan import bad_values
 from gradsentinel.evidence import Diagnosis, Evidence, Sample
 from gradsentinel.incident import fold
-from gradsentinel.state.tree import tensors_in
 
 _MAX_SAMPLES = 64
 KEPT_FROM = "the table was asked for another number in its place, and what came of it is dropped"
@@ -166,7 +166,7 @@ def evidence_of(
 
 def fault_beyond(beyond: Beyond, batch: Any) -> Fault:
     """Return the fault of a field with values far beyond the usual ones, with the records that have them."""
-    tensor = dict(tensors_in(batch)).get(beyond.path)
+    tensor = dict(held_in(batch)).get(beyond.path)
     rows = () if tensor is None else _rows_above(tensor, beyond.limit, record_count(batch))
     return Fault(OUTLIER, beyond.path, beyond.fact, rows)
 
@@ -175,7 +175,7 @@ def evidence_of_oddities(
     odd: Sequence[Oddity], batch: Any, ids: dict[int, Any], microbatch: int
 ) -> Evidence | None:
     """Return the evidence of what is out of the ordinary, None if it is not so after all."""
-    tensors = dict(tensors_in(batch))
+    tensors = dict(held_in(batch))
     facts: list[str] = []
     samples: list[Sample] = []
     for oddity in odd:
@@ -207,7 +207,7 @@ def evidence_of_oddities(
 
 
 def _nonfinite(batch: Any, allowed: Collection[str], *, minus: bool) -> Iterator[Fault]:
-    for path, tensor in tensors_in(batch):
+    for path, tensor in held_in(batch):
         bad = None if path in allowed else bad_values(tensor, minus=minus)
         if bad is not None:
             where = f"{path or 'batch'}[{', '.join(map(str, bad.index))}]"
@@ -255,7 +255,7 @@ def _rows_above(tensor: Tensor, limit: float, records: int | None) -> tuple[int,
 def _has_copies(batch: Any) -> bool:
     """Compare the records in full, all fields together: what the device compared were a few numbers each."""
     records = record_count(batch)
-    tensors = [t.detach() for _, t in tensors_in(batch) if t.dim() and t.shape[0] == records and t.numel()]
+    tensors = [t.detach() for _, t in held_in(batch) if t.dim() and t.shape[0] == records and t.numel()]
     plain = [t for t in tensors if t.layout is torch.strided and not t.is_complex() and not t.is_nested]
     if not plain or records is None:
         return False

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gradsentinel.data.holdings import held_in
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.measures.inspection import local, values_of
 from gradsentinel.measures.norms import FLOAT8
-from gradsentinel.state.tree import tensors_in
 
 logger = logging.getLogger("gradsentinel")
 
@@ -125,7 +125,7 @@ class Reader:
     def read(self, batch: Any) -> list[tuple[Field, Tensor]]:
         """Return the fields of a batch whose values can be looked at, with their plain values."""
         found = []
-        named = (("", batch),) if type(batch) is Tensor else tensors_in(batch)
+        named = (("", batch),) if type(batch) is Tensor else held_in(batch)
         for path, tensor in named:
             values = plain_values(tensor)
             if values is None:
@@ -250,7 +250,7 @@ def is_empty(batch: Any, fields: Iterable[tuple[Field, Tensor]]) -> bool:
 
 def record_count(batch: Any) -> int | None:
     """Return the number of records, if the first dimensions of the tensors agree on one."""
-    sizes = [tensor.shape[0] for _, tensor in tensors_in(batch) if tensor.dim()]
+    sizes = [tensor.shape[0] for _, tensor in held_in(batch) if tensor.dim()]
     most = max(set(sizes), key=sizes.count) if sizes else None
     return most if most is not None and 2 * sizes.count(most) >= len(sizes) else None
 

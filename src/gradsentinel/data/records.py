@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsentinel.data.holdings import as_tensor
 from gradsentinel.incident import jsonable
 from gradsentinel.measures.inspection import local
 from gradsentinel.state.tree import tensors_in
@@ -245,7 +246,7 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _array(value: Any, ends: int | None) -> Iterator[bytes]:
     try:
-        yield from _tensor(torch.as_tensor(value), ends)
+        yield from _tensor(torch.as_tensor(as_tensor(value)), ends)
     except (TypeError, RuntimeError, ValueError):  # texts, dates, objects
         yield repr(getattr(value, "tolist", lambda: value)()).encode(errors="surrogatepass")
 

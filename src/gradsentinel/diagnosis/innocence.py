@@ -40,6 +40,8 @@ def innocent(run: Run, suspects: Mapping[int, Sequence[str]], *, buffers: bool =
                 fields = suspects.get(microbatch.index)
                 if fields is None:
                     continue
+                if not {path for path, _ in tensors_in(microbatch.batch)}.issuperset(fields):
+                    return False  # an array, or within an object of the user's own: nothing is put there
                 if time.monotonic() + 2 * replay.slowest > deadline:
                     return False
                 if several and swap.is_finite(replay.compute(microbatch)):

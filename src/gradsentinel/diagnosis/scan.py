@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradsentinel.data.holdings import held_in
 from gradsentinel.decision import Kind
 from gradsentinel.diagnosis.fields import in_words
 from gradsentinel.diagnosis.fingerprint import what_is_different
@@ -16,7 +17,6 @@ from gradsentinel.evidence import Diagnosis, Evidence, Sample
 from gradsentinel.incident import OF_THIS_STEP, Incident, fold
 from gradsentinel.measures.inspection import first_index, local, parts_of, readable, values_of
 from gradsentinel.run import Run
-from gradsentinel.state.tree import tensors_in
 
 _EXPLAINED_BY_DATA = {Kind.NONFINITE_LOSS, Kind.NONFINITE_GRADIENT, Kind.LOSS_SCALE}
 _MAX_SAMPLES = 64
@@ -63,7 +63,7 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
         if microbatch.written:  # what it held before the step is gone
             continue
         ids = microbatch.ids
-        for path, tensor in tensors_in(microbatch.batch):
+        for path, tensor in held_in(microbatch.batch):
             bad = bad_values(tensor, minus=minus)
             if bad is None or path in usual:
                 continue
@@ -86,10 +86,13 @@ def _blame_inputs(evidence: Evidence, run: Run, *, minus: bool = False) -> Evide
     where = in_words(list(dict.fromkeys(s.field for s in named)))
     several = {"bad_microbatches": list(suspects)} if len(suspects) > 1 else {}
     fix = "replace non-finite values when loading"
-    who = "the record(s) with " + fold(
-        [f"id {s.id}" if s.id is not None else f"position {s.position}" for s in named]
-    )
-    message = f"bad data: {statements[0]}" + (f", of {who}" if named[0].id is not None else "")
+    who = "the records of this batch"  # of what is sparse or ragged nobody knows which
+    if named:
+        names = [f"id {s.id}" if s.id is not None else f"position {s.position}" for s in named]
+        who = "the record(s) with " + fold(names)
+    message = f"bad data: {statements[0]}"
+    if any(s.id is not None for s in named[:1]):
+        message += f", of {who}"
     return replace(
         evidence,
         kind=evidence.kind if spoilt else Kind.NONFINITE_INPUT,
@@ -112,7 +115,7 @@ def usual_fields(run: Run, *, minus: bool) -> set[str]:
     return {
         path
         for microbatch in run.scene.healthy
-        for path, tensor in tensors_in(microbatch.batch)
+        for path, tensor in held_in(microbatch.batch)
         if bad_values(tensor, minus=minus) is not None
     }
 

@@ -34,6 +34,7 @@ _LONG = 2**64
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _is_wrapper: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
 _Keep = Callable[[Tensor], Tensor]
+_Children = Callable[[Any], list[tuple[Any, Any]]]
 _CANNOT_COPY = (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, copy.Error)
 
 
@@ -248,17 +249,24 @@ _LEAVES: dict[type, Callable[[Any], Json]] = {
 }
 
 
-def tensors_in(obj: Any, *, max_depth: int = 32) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(
+    obj: Any, *, max_depth: int = 32, children: _Children | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the path and the tensor of every tensor in mappings, sequences, sets and dataclasses.
 
     Anything with ``keys()`` and ``[]`` counts as a mapping. A container is entered once, however often it
-    occurs (cycles are fine), and what lies deeper than ``max_depth`` containers is left out.
+    occurs (cycles are fine), and what lies deeper than ``max_depth`` containers is left out. ``children``
+    says what is in a container in place of `children_of`.
     """
-    return ((format_path(path), tensor) for path, tensor in paths_in(obj, max_depth=max_depth))
+    found = paths_in(obj, max_depth=max_depth, children=children)
+    return ((format_path(path), tensor) for path, tensor in found)
 
 
-def paths_in(obj: Any, *, max_depth: int = 32) -> Iterator[tuple[Sequence[Any], Tensor]]:
+def paths_in(
+    obj: Any, *, max_depth: int = 32, children: _Children | None = None
+) -> Iterator[tuple[Sequence[Any], Tensor]]:
     """Yield the same tensors with the keys and indices that lead to them, which takes less."""
+    inside = children or children_of
     entered: dict[int, Any] = {}  # holds on to the objects, so that no other gets their id
     waiting: list[tuple[_Path, Any]] = [((), obj)]
     while waiting:
@@ -267,10 +275,11 @@ def paths_in(obj: Any, *, max_depth: int = 32) -> Iterator[tuple[Sequence[Any], 
             yield path, value
         elif len(path) < max_depth and not isinstance(value, _ATOMS) and id(value) not in entered:
             entered[id(value)] = value
-            waiting += [((*path, step), child) for step, child in reversed(_children(value))]
+            waiting += [((*path, step), child) for step, child in reversed(inside(value))]
 
 
-def _children(obj: Any) -> list[tuple[Any, Any]]:
+def children_of(obj: Any) -> list[tuple[Any, Any]]:
+    """Return what a container holds, with the keys, indices and names; nothing of what is none."""
     if isinstance(obj, torch.nn.Module | type):
         return []
     if isinstance(obj, Mapping):
@@ -339,7 +348,7 @@ class _Mapper:
         if dataclasses.is_dataclass(obj) and not isinstance(obj, type | torch.nn.Module):
             new = _built(copy.copy, obj, lambda same: same)
             self._done[id(obj)] = (obj, new)
-            for name, value in _children(obj) if new is not obj else ():
+            for name, value in children_of(obj) if new is not obj else ():
                 object.__setattr__(new, name, self.map(value))
             return new
         return self._leaf(obj)
