@@ -669,3 +669,23 @@ def test_a_failure_of_the_watch_is_told_and_the_run_goes_on(run_dir, monkeypatch
     assert sentinel.applied_steps == 3
     assert "cannot be watched any more" in caplog.text
     gradsentinel.testing.clear_swallowed()
+
+
+def test_two_trainings_at_once_hear_their_own_look_ups(run_dir):
+    """One is in the midst of a step while the other one trains on a bad batch, and the other way round."""
+    models = [Model(), Model()]
+    batches = [make(6), make(6, seed=1)]
+    batches[0][3]["types"][1, 1] = 7
+    batches[1][4]["types"][2, 2] = 8
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-2) for model in models]
+    with (
+        Sentinel(models[0], optimizers[0], callbacks=[BatchCallback()], run_dir=run_dir / "0") as one,
+        Sentinel(models[1], optimizers[1], callbacks=[BatchCallback()], run_dir=run_dir / "1") as other,
+    ):
+        for first, second in zip(one.steps(batches[0]), other.steps(batches[1]), strict=True):
+            losses = plain_loss(models[0], first), plain_loss(models[1], second)
+            for sentinel, loss in zip((one, other), losses, strict=True):
+                sentinel.backward(loss)
+                sentinel.step()
+    assert [i.step for i in one.incidents] == [3]
+    assert [i.step for i in other.incidents] == [4]

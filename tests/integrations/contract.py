@@ -22,6 +22,7 @@ from training import Driver, Recorder, Trouble
 
 from gradsentinel import (
     Action,
+    BatchCallback,
     Kind,
     MagnitudeCallback,
     NanCallback,
@@ -139,6 +140,15 @@ def a_bad_sample_is_dropped_and_named(driver: Driver, folder: Path) -> None:
         return
     assert incident.kind is Kind.NONFINITE_INPUT
     assert [(sample.position, sample.field) for sample in incident.samples] == [(3, "x")]
+
+
+def a_label_that_is_no_class_drops_its_step_and_is_named(driver: Driver, folder: Path, *, at: int) -> None:
+    result = driver.train(driver.task(no_class=(at,)), folder / "spoilt", [Recorder(), BatchCallback()])
+    same(result, driver.train(driver.task(without=(at,)), folder / "without", None))
+    (incident,) = result.incidents
+    assert incident.kind is Kind.NONFINITE_INPUT
+    assert "y[5] is 4, outside 0 to 3 (the 4 classes that the loss is given)" in incident.message
+    assert [(sample.position, sample.field) for sample in incident.samples] == [(5, "y")]
 
 
 def a_transient_fault_leaves_no_trace_after_a_retry(driver: Driver, folder: Path, *, accumulate: int) -> None:
@@ -357,6 +367,8 @@ def _cases() -> Iterator[tuple[str, Case]]:
     yield case(a_window_is_dropped_as_a_whole, "accumulate")
     yield case(a_spike_is_dropped)
     yield case(a_bad_sample_is_dropped_and_named)
+    for at in (0, 5):
+        yield case(a_label_that_is_no_class_drops_its_step_and_is_named, "batches", at=at)
     for accumulate in (1, 2):
         yield case(a_transient_fault_leaves_no_trace_after_a_retry, "retry accumulate", accumulate=accumulate)
     yield case(a_rollback_restores_everything_and_the_run_goes_on)

@@ -22,12 +22,21 @@ BATCH = 8
 class Samples(Dataset):
     """Dicts of one record each, with the number of the micro-batch it belongs to."""
 
-    def __init__(self, count: int, *, bad: tuple[int, ...] = (), without: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        bad: tuple[int, ...] = (),
+        no_class: tuple[int, ...] = (),
+        without: tuple[int, ...] = (),
+    ) -> None:
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(count * BATCH, 6, generator=generator)
         y = torch.randint(4, (count * BATCH,), generator=generator)
         for number in bad:
             x[number * BATCH + 3, 1] = float("nan")
+        for number in no_class:
+            y[number * BATCH + 5] = 4
         self.records = [
             {"x": x[i], "y": y[i], "number": torch.tensor(i // BATCH)}
             for i in range(count * BATCH)
@@ -89,6 +98,8 @@ class Task:
     flat: bool = False
     """The learning rate stays as it is."""
     bad: tuple[int, ...] = ()
+    no_class: tuple[int, ...] = ()
+    """One label of these is none of the four classes."""
     without: tuple[int, ...] = ()
     trouble: Trouble = field(default_factory=Trouble)
     runs: int = 1
@@ -112,7 +123,7 @@ class Task:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
 
     def data(self) -> Samples:
-        return Samples(self.count, bad=self.bad, without=self.without)
+        return Samples(self.count, bad=self.bad, no_class=self.no_class, without=self.without)
 
     def loader(self) -> DataLoader:
         return DataLoader(self.data(), batch_size=BATCH)

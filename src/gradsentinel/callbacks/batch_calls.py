@@ -22,6 +22,10 @@ _IGNORE_AT, _IGNORED = 4, -100
 """Where `ignore_index` stands among the arguments of the losses, and what it is if it is not given."""
 
 
+_About = tuple[int, Any, int | None]
+"""How many rows or classes there are, what holds them, and which other number is lawful."""
+
+
 class Listener(Protocol):
     """Hears of look-ups."""
 
@@ -34,6 +38,9 @@ class Listener(Protocol):
             table: the weight or the module that holds them, or None for the classes of a loss.
             ignore: lawful, too.
         """
+
+    def knows(self, table: Any) -> bool:
+        """Say whether a weight is one of its model's."""
 
 
 class Calls:
@@ -50,11 +57,11 @@ class Calls:
     """
 
     def __init__(self, listener: Listener, spread: Iterable[nn.Module]) -> None:
-        self._listener = listener
+        self.listener = listener
         self._hooks = [(module, _Before(self, module)) for module in spread]
         self._parts = {id(parameter) for module, _ in self._hooks for parameter in module.parameters()}
         self._key = RemovableHandle(OrderedDict()).id  # a key that no other hook has
-        self._thread: int | None = None
+        self.thread: int | None = None
         self._failed = False
 
     def begin(self, *, functions: bool) -> None:
@@ -62,7 +69,7 @@ class Calls:
         self.end()
         if self._failed:
             return
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         for module, hook in self._hooks:
             if module._compiled_call_impl is None:  # else it would be compiled, too
                 module._forward_pre_hooks[self._key] = hook
@@ -73,9 +80,9 @@ class Calls:
 
     def end(self) -> None:
         """Hear of nothing more."""
-        if self._thread is None:
+        if self.thread is None:
             return
-        self._thread = None
+        self.thread = None
         for module, _ in self._hooks:
             module._forward_pre_hooks.pop(self._key, None)
         if self in _listening:
@@ -83,12 +90,15 @@ class Calls:
             if not _listening:
                 _put_back()
 
-    def heard(self, numbers: Any, size: int, table: Any, ignore: int | None = None) -> Any:
+    def heard(self, numbers: Any, about: Callable[[], _About]) -> Any:
         """Return what is to be looked up."""
-        if self._thread != threading.get_ident() or id(table) in self._parts or not _is_plain(numbers):
+        if self.thread != threading.get_ident():
             return numbers
         try:
-            instead = self._listener.looks_up(numbers, size, table, ignore)
+            size, table, ignore = about()
+            if id(table) in self._parts or not _is_plain(numbers):
+                return numbers
+            instead = self.listener.looks_up(numbers, size, table, ignore)
         except Exception as error:  # in the user's forward pass, which must go on
             logger.exception("look-ups of the model cannot be watched any more")
             record_swallowed(error)
@@ -116,17 +126,17 @@ _plain: dict[tuple[Any, str], tuple[Any, Any]] = {}
 """What was replaced, and by what."""
 
 
-def _of_table(args: tuple[Any, ...], _: dict[str, Any]) -> tuple[int, Any, int | None]:
+def _of_table(args: tuple[Any, ...], _: dict[str, Any]) -> _About:
     return args[0].shape[0], args[0], None
 
 
-def _of_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any, int | None]:
+def _of_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _About:
     scores = args[0]
     ignore = args[_IGNORE_AT] if len(args) > _IGNORE_AT else kwargs.get("ignore_index", _IGNORED)
     return scores.shape[min(1, scores.dim() - 1)], None, ignore
 
 
-_FUNCTIONS: tuple[tuple[Any, str, Callable[..., tuple[int, Any, int | None]]], ...] = (
+_FUNCTIONS: tuple[tuple[Any, str, Callable[..., _About]], ...] = (
     (torch, "embedding", _of_table),
     (torch, "embedding_bag", _of_table),
     (torch, "embedding_renorm_", _of_table),
@@ -136,17 +146,20 @@ _FUNCTIONS: tuple[tuple[Any, str, Callable[..., tuple[int, Any, int | None]]], .
 """All of them take the table or the scores first, and then the numbers."""
 
 
-def _heard(
-    plain: Callable[..., Any], about: Callable[..., tuple[int, Any, int | None]]
-) -> Callable[..., Any]:
+def _concerned(table: Tensor) -> Calls | None:
+    """Return whose call this is, where several trainings of one thread are under way at once."""
+    here = threading.get_ident()
+    those = [calls for calls in reversed(_listening) if calls.thread == here]
+    return next((calls for calls in those if calls.listener.knows(table)), those[0] if those else None)
+
+
+def _heard(plain: Callable[..., Any], about: Callable[..., _About]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or is_tracing() or len(args) < 2 or not isinstance(args[0], Tensor):
             return plain(*args, **kwargs)
-        if args[0].dim():
-            numbers = args[1]
-            for calls in tuple(_listening):
-                numbers = calls.heard(numbers, *about(args, kwargs))
-            args = (args[0], numbers, *args[2:])
+        calls = _concerned(args[0]) if args[0].dim() else None
+        if calls is not None:
+            args = (args[0], calls.heard(args[1], lambda: about(args, kwargs)), *args[2:])
         return plain(*args, **kwargs)
 
     return call
@@ -190,7 +203,7 @@ class _Before:
         if is_compiling() or is_tracing() or module is not self.module or not args:
             return None
         size: Any = module.num_embeddings
-        return (self.calls.heard(args[0], size, module), *args[1:])
+        return (self.calls.heard(args[0], lambda: (size, module, None)), *args[1:])
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _nothing

@@ -193,6 +193,10 @@ class Lookups:
         misses.add(Miss(numbers.clone(), size, source, ignore))
         return instead if self.replaces else None
 
+    def knows(self, table: Any) -> bool:
+        """Say whether a weight is one of the model's."""
+        return id(table) in self._names
+
     # -- which field is looked up where ----------------------------------------------------------------
 
     def _find_suspects(self) -> Iterator[tuple[str, str, set[int]]]:
