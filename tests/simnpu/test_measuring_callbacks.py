@@ -107,3 +107,29 @@ def test_bad_data_is_dropped_on_the_device(tmp_path, place, field, value):
     told, finite = run_on_npu(spoil, tmp_path, place, field, value)
     assert told == [(4, "nonfinite_input", "skipped", [0])]
     assert all(finite)
+
+
+def spoilt(folder, place, guard):
+    """Train on a batch with an id and one with a label that no table has."""
+    torch.manual_seed(0)
+    model = Net().to("npu")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    data = batches(12, "cpu")
+    data[5]["tokens"][3, 1] = 20
+    data[9]["labels"][2] = 5
+    data = [{name: tensor.to(place) for name, tensor in batch.items()} for batch in data]
+    watch = [NanCallback(), BatchCallback()]
+    with Sentinel(model, optimizer, callbacks=watch, run_dir=folder, guard=guard) as sentinel:
+        for batch in sentinel.steps(data):
+            sentinel.backward(cross_entropy(model(batch["tokens"].to("npu")), batch["labels"].to("npu")))
+            sentinel.step(1.0)
+    return [(one.step, one.outcome.value, one.message) for one in sentinel.incidents], sentinel.applied_steps
+
+
+@pytest.mark.parametrize("guard", ["host", "device"])
+@pytest.mark.parametrize("place", ["npu", "cpu"])
+def test_an_id_beyond_the_table_is_replaced_and_flagged_on_the_device(tmp_path, place, guard):
+    (first, second), applied = run_on_npu(spoilt, tmp_path, place, guard)
+    assert (first[:2], second[:2], applied) == ((5, "skipped"), (9, "skipped"), 10)
+    assert "tokens[3, 1] is 20, outside 0 to 19 (the 20 rows of embed)" in first[2]
+    assert "labels[2] is 5, outside 0 to 4 (the 5 classes that the loss is given)" in second[2]

@@ -75,11 +75,15 @@ class Link:
     """What the model adds to the numbers first."""
     harmless: set[int] = field(default_factory=set)
     """Numbers beyond the table that came, and were not looked up there."""
+    refuted: bool = False
+    """True if it seems that the field is not looked up there after all, or not as it is."""
 
-    @property
-    def refuted(self) -> bool:
-        """True if it seems that the field is not looked up there after all, or not as it is."""
-        return len(self.harmless) > _MOST_HARMLESS
+    def spare(self, numbers: set[int]) -> None:
+        """Hear that these came and did no harm."""
+        self.harmless |= numbers
+        if len(self.harmless) > _MOST_HARMLESS:
+            self.refuted = True
+            self.harmless.clear()
 
     def concerns(self, low: float, high: float) -> bool:
         """Say whether a field from `low` to `high` may have a number that is beyond the table."""
@@ -166,7 +170,7 @@ class Lookups:
             for path, source, strangers in self._suspects:
                 link = self._links.get(path, {}).get(source)
                 if link is not None and source in self._asked:
-                    link.harmless |= strangers
+                    link.spare(strangers)
         self._suspects, self._present = [], []
         self._asked.clear()
 
@@ -226,7 +230,7 @@ class Lookups:
                     continue
             link = links[source] = Link(size, ignore, shift)
             if link.concerns(low, high):
-                link.harmless = link.strangers(values)
+                link.spare(link.strangers(values))
 
     # -- what the model has ----------------------------------------------------------------------------
 
