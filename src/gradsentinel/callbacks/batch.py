@@ -54,13 +54,12 @@ _ON_PURPOSE = "; if it is meant so, name the field in allow_nonfinite="
 class BatchCallback(SharesCompared):
     """Looks at each micro-batch before the model does, and drops the step that bad data spoils.
 
-    Wrong by itself: NaN and Inf, ids beyond the tables of the model, numbers outside of `ranges`, labels
-    that are all ignored, records masked from end to end, a batch with nothing in it. The step is dropped if
-    its loss or gradients are not finite then (for ids and ranges, always); else it is told once, for the
-    model copes with it. Unusual, and only told: values far above what was usual, a mean that has moved, a
-    field that has become constant, the same batch again, records that are copies of each other, and with
-    several ranks a rank that sees far less or more than the others. Needs `sentinel.steps()`. Called on:
-    every rank.
+    Wrong by itself: NaN and Inf, ids beyond the tables of the model, numbers outside of `ranges`, labels all
+    ignored, records masked from end to end, an empty batch. The step is dropped if its loss or gradients are
+    not finite then (for ids and ranges, always); else it is told once, for the model copes with it. Unusual,
+    and only told: values far above what was usual, a mean that has moved, a field that has become constant,
+    the same batch again, records that are copies of each other, and with several ranks a rank that sees far
+    less or more than the others. Needs `sentinel.steps()`. Called on: every rank.
     """
 
     action: Action | str = Action.SKIP
