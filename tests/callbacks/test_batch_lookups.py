@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import pickle
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import gradsentinel
 from gradsentinel import Action, BatchCallback, Kind, NanCallback, Sentinel
@@ -157,6 +160,19 @@ class Bounded(nn.Module):
         return self.head(self.embed(ids).mean(1))
 
 
+class Checkpointed(nn.Module):
+    """Looks up once more in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, ids):
+        hidden = checkpoint(lambda ids: torch.tanh(self.embed(ids)), ids, use_reentrant=False)
+        return self.head(hidden.mean(1))
+
+
 class Segments(nn.Module):
     """Labels each position of an image; 255 is left out."""
 
@@ -274,6 +290,7 @@ BAD = {
     "the smaller table": (make, TwoTables, ids_only, put("input_ids", (2, 2), 21), "0 to 19", 2),
     "an offset": (make, Offset, ids_only, put("input_ids", (2, 2), 20), "input_ids[2, 2] is 20", 2),
     "below an offset": (make, Offset, ids_only, put("input_ids", (2, 2), -2), "outside -1 to 19", 2),
+    "a checkpoint": (make, Checkpointed, ids_only, put("input_ids", (2, 2), 20), "input_ids[2, 2] is 20", 2),
     "bounded norms": (make, Bounded, ids_only, put("input_ids", (2, 2), 20), "input_ids[2, 2] is 20", 2),
     "a class of a pixel": (images, Segments, left_out_255, put("mask", (3, 2, 1), 200), "mask[3, 2, 1]", 3),
     "a nested field": (nested, Model, from_nested, put_nested, "a[1][0][2, 3] is 2", 2),
@@ -689,3 +706,39 @@ def test_two_trainings_at_once_hear_their_own_look_ups(run_dir):
                 sentinel.step()
     assert [i.step for i in one.incidents] == [3]
     assert [i.step for i in other.incidents] == [4]
+
+
+@pytest.mark.parametrize(("start", "fails"), [("autograd's", False), ("the program's", True)])
+def test_only_threads_of_autograd_are_heard_beside_the_loops_own(start, fails, run_dir):
+    """Autograd's are none of Python's threading, and compute what a checkpoint computes once more."""
+    failures = []
+
+    def look_up(model):
+        try:
+            model(torch.tensor([[99]]))
+            failures.append(None)
+        except IndexError as error:
+            failures.append(error)
+        done.set()
+
+    def loss(model, batch):
+        if batch is batches[2]:
+            if start == "autograd's":
+                _thread.start_new_thread(look_up, (model,))
+            else:
+                threading.Thread(target=look_up, args=(model,)).start()
+            assert done.wait(20)
+        return plain_loss(model, batch)
+
+    done, batches = threading.Event(), make(4)
+    sentinel = train(batches, run_dir, loss=loss)
+    assert [failure is not None for failure in failures] == [fails]
+    assert [i.step for i in sentinel.incidents] == [2] * (not fails)
+
+
+def test_nothing_is_added_to_a_graph_that_is_being_captured(run_dir, monkeypatch):
+    batches = make(3)
+    batches[1]["input_ids"][1, 1] = ROWS
+    monkeypatch.setattr(batch_calls, "_is_captured", lambda device: True)
+    with pytest.raises(IndexError):
+        train(batches, run_dir)

@@ -90,9 +90,15 @@ class Calls:
             if not _listening:
                 _put_back()
 
+    def is_here(self) -> bool:
+        """Say whether this thread listens, or is one of autograd's: what a checkpoint recomputes is there."""
+        if self.thread is None or self.thread == threading.get_ident():
+            return self.thread is not None
+        return isinstance(threading.current_thread(), threading._DummyThread)
+
     def heard(self, numbers: Any, about: Callable[[], _About]) -> Any:
         """Return what is to be looked up."""
-        if self.thread != threading.get_ident():
+        if not self.is_here():
             return numbers
         try:
             size, table, ignore = about()
@@ -118,7 +124,14 @@ def _is_plain(numbers: Any) -> bool:
         and not numbers.is_nested
         and numbers.numel() > 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and not _is_captured(numbers.device)
     )
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Say whether what is done now becomes part of a graph that is run later, on memory as it was."""
+    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 _listening: list[Calls] = []
@@ -148,8 +161,7 @@ _FUNCTIONS: tuple[tuple[Any, str, Callable[..., _About]], ...] = (
 
 def _concerned(table: Tensor) -> Calls | None:
     """Return whose call this is, where several trainings of one thread are under way at once."""
-    here = threading.get_ident()
-    those = [calls for calls in reversed(_listening) if calls.thread == here]
+    those = [calls for calls in reversed(_listening) if calls.is_here()]
     return next((calls for calls in those if calls.listener.knows(table)), those[0] if those else None)
 
 
