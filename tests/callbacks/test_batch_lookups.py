@@ -322,6 +322,24 @@ def test_a_bad_number_is_named_and_its_step_dropped(name, at, run_dir):
     assert sentinel.applied_steps == 11
 
 
+@pytest.mark.parametrize("at", [0, 9])
+def test_a_label_that_is_looked_up_before_it_is_predicted_is_named_as_a_label(at, run_dir):
+    """As a decoder does: what is left out is padding there, and the last one falls off."""
+
+    def loss(model, batch):
+        shifted = torch.roll(batch["lm"], 1, 1)
+        shifted[:, 0] = 0
+        logits = model(torch.where(shifted == -100, 0, shifted))
+        return cross_entropy(logits.flatten(0, 1), batch["lm"].flatten())
+
+    batches = lm(12)
+    batches[at]["lm"][3, 4] = ROWS
+    (incident,) = train(batches, run_dir, loss=loss, model=Tied()).incidents
+    assert "lm[3, 4] is 20, outside 0 to 19 (the 20 classes that the loss is given)" in incident.message
+    assert "as 1 value(s) are" in incident.message
+    assert {sample.position for sample in incident.samples} == {3}
+
+
 def test_the_table_and_the_class_count_are_named(run_dir):
     batches = make(3)
     batches[1]["input_ids"][1, 4] = ROWS

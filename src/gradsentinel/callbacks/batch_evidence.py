@@ -74,9 +74,9 @@ def faults_of(
 
 def faults_of_misses(misses: Sequence[Miss], batch: Any, reader: Reader) -> list[Fault]:
     """Return the numbers that were looked up in vain, as far as possible by field and record."""
-    found: dict[str, Fault] = {}
     integers = [(one, v) for one, v in reader.read(batch) if not one.is_float and v.dtype is not torch.bool]
-    for miss in sorted(misses, key=lambda miss: miss.size):  # of several tables the smallest one counts
+    told: list[tuple[int, int, Fault]] = []
+    for miss in misses:
         bad = miss.where(miss.numbers)
         if not bool(bad.any()):
             continue
@@ -84,13 +84,22 @@ def faults_of_misses(misses: Sequence[Miss], batch: Any, reader: Reader) -> list
         (score, shift), one, values = max(likely, key=lambda each: each[0][0], default=((0, 0), None, None))
         if one is None or values is None or not score:
             fact = _beyond("what is looked up", miss.numbers, bad, (0, miss.size), miss.source)
-            found.setdefault("", Fault(OUT_OF_RANGE, "", fact))
+            told.append((0, miss.size, Fault(OUT_OF_RANGE, "", fact)))
             continue
         bad = miss.where(values.to(torch.int64) + shift)
+        if score == _AMONG:  # the model has made something of the rest
+            bad &= torch.isin(values, miss.numbers[miss.where(miss.numbers)].to(values.device))
         fact = _beyond(one.name, values, bad, (-shift, miss.size - shift), miss.source)
-        found.setdefault(one.path, Fault(OUT_OF_RANGE, one.path, fact, _rows(bad, record_count(batch))))
+        told.append((score, miss.size, Fault(OUT_OF_RANGE, one.path, fact, _rows(bad, record_count(batch)))))
+    found: dict[str, Fault] = {}
+    for _, _, fault in sorted(told, key=lambda each: (-each[0], each[1])):  # of several tables the smallest
+        found.setdefault(fault.path, fault)
     named = [fault for fault in found.values() if fault.path]
     return named or list(found.values())
+
+
+_AS_IT_IS, _SHIFTED, _AMONG = 3, 2, 1
+"""How likely a field is what was looked up: number by number, with something added, or the bad ones alone."""
 
 
 def _likeness(miss: Miss, bad: Tensor, values: Tensor) -> tuple[int, int]:
@@ -100,9 +109,9 @@ def _likeness(miss: Miss, bad: Tensor, values: Tensor) -> tuple[int, int]:
         shifts = numbers.flatten() - values.flatten()
         shift = int(shifts[0])
         if bool((shifts == shift).all()):
-            return (3 if shift == 0 else 2), shift
+            return (_AS_IT_IS if shift == 0 else _SHIFTED), shift
     asked, there = set(numbers[bad.cpu()].tolist()), set(values[miss.where(values)].tolist())
-    return int(asked <= there), 0
+    return (_AMONG if asked <= there else 0), 0
 
 
 def _beyond(name: str, values: Tensor, bad: Tensor, lawful: tuple[int, int], source: str) -> str:
