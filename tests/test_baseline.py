@@ -262,3 +262,25 @@ def test_its_size_is_bounded(rule):
         baseline.learn(step, value * (100 if step % 50 == 0 else 1))
     state = baseline.state_dict()
     assert max(len(part) for part in state.values() if isinstance(part, list)) <= 64
+
+
+@pytest.mark.parametrize("size", [1e4, 1e11])
+@pytest.mark.parametrize("place", range(3))
+def test_a_first_value_far_out_hides_nothing_for_long(place, size):
+    """Nothing is known in the first three steps, so such a value enters; eight steps later it is out."""
+    values = steady(20)
+    values[place] = size
+    baseline = taught(values[:8])
+    assert size not in baseline.values
+    assert baseline.expect().explosion < size
+    assert flagged(taught(values), [1.0, 20.0, 1.0]) == [1]
+
+
+def test_first_values_that_fall_steeply_are_part_of_the_run():
+    values = [500 * 0.5**number for number in range(8)] + steady(12)
+    assert taught(values).values == tuple(values)
+
+
+def test_zeros_say_nothing_of_the_first_values():
+    values = [1.0] * 3 + [0.0] * 17
+    assert taught(values).values == tuple(values)

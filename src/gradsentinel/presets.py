@@ -12,7 +12,7 @@ from gradsentinel.callback import Callback
 
 
 def standard(run_dir: str | os.PathLike[str] | None = None) -> list[Callback]:
-    """Return the recommended callbacks: every detector that needs no settings, and the whole ladder.
+    """Return the recommended callbacks: the detectors that every run wants, and the whole ladder.
 
     Give the same directory to the Sentinel, and `forward=` for the rungs that compute a step again:
 

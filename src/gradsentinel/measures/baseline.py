@@ -14,6 +14,10 @@ from gradsentinel.measures.bands import INFINITY, Band, Life, Rule, early, with_
 
 _FIRST = 3
 """From so many values on an explosion shows."""
+_LOOK_BACK = 8
+"""After so many values the first ones, which nothing could be compared with, are compared with the others."""
+_NO_PART = 1000.0
+"""What is so many times the others was no part of the run, as little as what comes later is."""
 _REFRESH = 16
 """A full window is looked at anew after so many further values."""
 _SOON = 48
@@ -174,6 +178,8 @@ class Baseline:
             # Not of a few values, whose spread is a guess, nor of what climbs; nothing below is far out.
             self._remember_peak(_Value(self._turn, step, band.deviations(value)))
         self._kept.append(entry)
+        if len(self._kept) == _LOOK_BACK:
+            self._leave_out_the_first()
         far = band is not None and value > self.near
         self._stale += _REFRESH if far else 1  # a series that has begun to climb is followed closely
         self.due = band is None or self._stale >= _REFRESH or len(self._kept) < _SOON
@@ -250,6 +256,12 @@ class Baseline:
         if self._first > 0:
             high = min(high, self._ceiling * self._first)
         return with_explosion(replace(band, high=high, began=self._first), self._explosion)
+
+    def _leave_out_the_first(self) -> None:
+        level = statistics.median(abs(entry.value) for entry in self._kept)
+        if level:
+            near = [entry for entry in self._kept if abs(entry.value) <= _NO_PART * level]
+            self._kept = deque(near, maxlen=self._kept.maxlen)
 
     def _renew(self) -> None:
         self.band, self.due, self._stale = None, True, 1

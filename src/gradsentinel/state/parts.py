@@ -75,7 +75,12 @@ def orphans(snapshots: Path, ranks: int) -> Iterator[tuple[tuple[int, int], Path
 
 def _archives(snapshots: Path) -> Iterator[tuple[int, tuple[int, int], int, Path]]:
     for path in list_archives(snapshots, SNAPSHOT_KIND):
-        meta = read_manifest(path, kind=SNAPSHOT_KIND).meta
+        try:
+            meta = read_manifest(path, kind=SNAPSHOT_KIND).meta
+        except ArchiveError:
+            if path.exists():
+                raise
+            continue  # its rank has taken it away meanwhile
         _, _, rank = path.name.partition("-rank")
         number = rank.partition("-")[0]
         if path.name.startswith("step-") and number.isdigit() and isinstance(meta, Mapping):
