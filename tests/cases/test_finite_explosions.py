@@ -126,6 +126,8 @@ def test_the_search_for_a_loss_scale_is_no_spike(init_scale, watch, drive):
     assert sentinel.applied_steps < 60
     assert sentinel.incidents == ()
     assert len(spiky._series["all"]["grad_norm"].values) == sentinel.applied_steps
+    (groups,) = spiky._grouped["all"]._sets.values()
+    assert groups.levels.state_dict()["number"].tolist() == [sentinel.applied_steps] * 2
 
 
 def test_a_norm_that_overflows_on_finite_gradients_is_no_spike(watch, drive, term):

@@ -7,7 +7,14 @@ from on_npu import run_on_npu
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gradsentinel import BatchCallback, HeadroomCallback, NanCallback, SaturationCallback, Sentinel
+from gradsentinel import (
+    BatchCallback,
+    HeadroomCallback,
+    NanCallback,
+    SaturationCallback,
+    Sentinel,
+    SpikeCallback,
+)
 
 WARM_UP = 6
 STEPS = 40
@@ -34,6 +41,7 @@ def callbacks():
         BatchCallback(ranges={"tokens": (0, 20)}, warmup=3),
         SaturationCallback(activations_every=10),
         HeadroomCallback(every=10),
+        SpikeCallback(groups="layer"),
     ]
 
 
@@ -78,6 +86,7 @@ def test_a_healthy_run_makes_the_host_wait_for_nothing_more(tmp_path, place):
     found, weights = run_on_npu(count, True, tmp_path / "watched", place)
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     assert found["syncs"] == plain["syncs"]
+    assert found["fallbacks"] == plain["fallbacks"]
     assert found["hazards"] == plain["hazards"] == []
     assert sum(found["launches"].values()) > sum(plain["launches"].values())
 

@@ -44,14 +44,19 @@ class GroupNorms:
         view = event.gradients
         found = self._set_of(view.names)
         norms = found.norms(view.norms)
-        judged = found.levels.judge(event.step, norms)
+        judged = found.levels.judge(event.step, norms, event.overflow)
         return Finding(
             kind=Kind.SPIKE,
-            value=judged.score if event.overflow is None else _calm(judged.score, event.overflow),
+            value=judged.score,
             limit=1.0,
             action=action,
             confirm=partial(_confirm, found, judged, norms, view, action),
         )
+
+    def withdraw(self, step: int) -> None:
+        """Let what a step that was dropped has taught leave again, if no other was judged since."""
+        for one in self._sets.values():
+            one.levels.withdraw(step)
 
     def forget_from(self, step: int) -> None:
         """Forget the steps that were undone."""
@@ -108,17 +113,16 @@ def layer_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _calm(score: Tensor, overflow: Tensor) -> Tensor:
-    return torch.where(overflow.to(score.device).reshape(()) > 0, 0.0, score)
-
-
 def _confirm(
     found: _Set, judged: Judged, norms: Tensor, view: GradientView, action: Action
 ) -> Evidence | None:
     """Name the groups; what is not finite is others' business."""
-    rows = zip(found.labels, norms.tolist(), judged.mean.exp().tolist(), judged.scores.tolist(), strict=True)
+    usual, scores = judged.center.exp().tolist(), judged.scores.tolist()
+    rows = zip(found.labels, norms.tolist(), usual, scores, strict=True)
     outside = {
-        label: (norm, usual, score) for label, norm, usual, score in rows if score > 1 and math.isfinite(norm)
+        label: (norm, center, score)
+        for label, norm, center, score in rows
+        if score > 1 and math.isfinite(norm)
     }
     if not outside:
         return None

@@ -91,9 +91,9 @@ class SpikeCallback(Detector):
     grad_norm: bool = True
     """Watch the global gradient norm before clipping."""
     groups: str | None = None
-    """Watch the gradient norm of each parameter or layer too ('parameter', 'layer'), by running mean and
-    deviation of the logarithm on the device; about 40 launches a step."""
-    group_limit: float = 6.0
+    """Watch the gradient norm of each parameter or layer too ('parameter', 'layer'), by the same kind of rule
+    on the device; about 40 launches a step, in every 16th 150."""
+    group_limit: float = 5.0
     """Standard deviations for those: there are many of them."""
     _run: Run | None = field(default=None, init=False, repr=False)
     _ladder: list[Responder] = field(default_factory=list, init=False, repr=False)
@@ -207,6 +207,8 @@ class SpikeCallback(Detector):
             return
         if self._run is None or event.scaler_skipped or (event.action and event.action is Action.ROLLBACK):
             return
+        for grouped in () if event.applied else self._grouped.values():
+            grouped.withdraw(event.step)
         norm = event.grad_norm
         if sight is not None and sight.true_norm is not None and not math.isfinite(norm):
             norm = sight.true_norm

@@ -37,7 +37,7 @@ class Bounds:
     """Norms that are kept at most: of a model with more tensors than `norms / steps` fewer steps."""
     marks: int = 32
     """States that a detector on the device keeps of what it learnt, one every 16 steps, to go back to after a
-    rollback; each is four numbers for each number watched."""
+    rollback; each is ten numbers for each number watched."""
     modules: int = 64
     """Modules that hooks watch for the next incident, where a step cannot be run again."""
     calls: int = 64
