@@ -190,9 +190,8 @@ class SpikeCallback(Detector):
             del self._sights[next(iter(self._sights))]
         findings = self._compare(event, sight)
         if self.groups is not None and len(event.gradients):
-            grouped = self._grouped.get(sight.player)
-            if grouped is None:
-                grouped = self._grouped[sight.player] = self._new_groups()
+            player = sight.player
+            grouped = self._grouped.get(player) or self._grouped.setdefault(player, self._new_groups())
             findings += [grouped.judge(event, Action.parse(self.action))]
         return findings
 

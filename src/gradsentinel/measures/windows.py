@@ -36,6 +36,8 @@ class Look:
     def __init__(self, window: int, device: torch.device) -> None:
         self.ages = torch.arange(window - 1, -1, -1, device=device)
         """How many values came after each of a window."""
+        self.rank = torch.arange(max(1, window // 3), device=device)
+        """How many came before each of a third of a window."""
         self.absent = torch.full((), ABSENT, device=device)
         self.middle = torch.full((1,), 0.5, device=device)
         self.spots = torch.stack([torch.full((), spot, device=device) for spot in (0.5, 0.75, _TAIL)])
@@ -60,10 +62,11 @@ def locate(values: Tensor, count: Tensor, look: Look) -> Place:
     near, there, third = count.clamp(max=recent), count.unsqueeze(1), count.div(3, rounding_mode="floor")
     ordered = _ordered(values[:, -recent:], ages[-recent:] < near.unsqueeze(1), look)
     (now,) = _quantiles(ordered, near, look.middle)
-    present = ages < there
-    late = ages < third.unsqueeze(1)
-    early = (ages >= there - third.unsqueeze(1)).logical_and(present)
-    ordered = _ordered(torch.cat((values, values)), torch.cat((late, early)), look)
+    present, rank = ages < there, look.rank
+    oldest = values.gather(1, (values.shape[1] - there + rank).clamp(max=values.shape[1] - 1))
+    thirds = torch.cat((values[:, -len(rank) :], oldest))  # each has its third at its own end
+    chosen = torch.cat((ages[-len(rank) :] < third.unsqueeze(1), rank < third.unsqueeze(1)))
+    ordered = _ordered(thirds, chosen, look)
     (ends,) = _quantiles(ordered, torch.cat((third, third)), look.middle)
     after, before = ends.chunk(2)
     slope = (after - before) / (count - third).clamp(min=1) * (count >= _TREND_FROM)
