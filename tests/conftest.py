@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from gradsentinel import testing
+from gradsentinel.callbacks.peaks import anything_compiled
 
 torch.set_num_threads(1)  # the test workers share the cores
 
@@ -36,6 +37,14 @@ def nothing_swallowed(request: pytest.FixtureRequest) -> Iterator[None]:
     if swallowed and request.node.get_closest_marker("expects_swallowed") is None:
         traces = "\n".join("".join(traceback.format_exception(error)) for error in swallowed)
         pytest.fail(f"the bus swallowed {len(swallowed)} exception(s):\n{traces}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    """Have each test begin in a process that has compiled nothing: where something was, less is watched."""
+    yield
+    if anything_compiled():
+        torch._dynamo.reset()
 
 
 @pytest.fixture

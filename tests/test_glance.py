@@ -231,7 +231,7 @@ def test_where_the_state_is_due_the_buffers_are_looked_at_before_the_step(tmp_pa
     assert [entry for entry in listener.heard if entry[0] == "clip"] == [("clip", 0), ("clip", 1)]
 
 
-MOST_CALLS = {"three": 64, "with BatchCallback": 116}
+MOST_CALLS = {"three": 56, "with BatchCallback": 116}
 """So many of our functions a healthy step enters at most, comprehensions included: each is slow in a step
 whose work has pushed it out of the caches."""
 

@@ -37,7 +37,9 @@ def train(kind, size, run_dir, *, max_norm=None, bad=BAD, **settings):
 def test_such_a_step_is_dropped(kind, bad, run_dir):
     (incident,), moved, finite = train(kind, 1e35, run_dir, bad=bad)
     assert (incident.step, incident.kind) == (bad, Kind.MAGNITUDE)
-    assert "its square is not" in incident.message
+    assert incident.message.startswith("the update would make the optimizer's running square Inf in weight")
+    found = incident.diagnosis
+    assert (found.cause, found.phase, found.op) == ("optimizer", "optimizer", "aten.addcmul_.default")
     assert not moved
     assert finite
 

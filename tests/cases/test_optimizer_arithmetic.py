@@ -1,6 +1,7 @@
 """Finite gradients, and the update is NaN all the same; or moments that outlive the weights' rescue."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -275,12 +276,27 @@ def test_momentum_overflows(watch, drive, term, told, named, nonfinite):
 def test_second_moment_overflows_while_weights_stay_finite(watch, drive, told, named, nonfinite):
     """A gradient of 1e25 squared is Inf in Adam's exp_avg_sq: m / sqrt(inf) is 0, the weight is stuck.
 
-    Nothing else is non-finite, ever: no loss, no gradient, no weight.
+    Nothing else is non-finite, ever: no loss, no gradient, no weight. The step is not made.
     """
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
     sentinel = watch(model, optimizer, NanCallback(), Rollback(every=1, confirm_after=0))
     drive(sentinel, [1.0, 1e25, 1.0], lambda factor: (model.weight * factor).sum())
+    assert told(sentinel) == [(1, "magnitude", "skipped")]
+    assert named(sentinel.incidents[0]) == {"weight"}
+    found = sentinel.incidents[0].diagnosis
+    assert (found.cause, found.phase, found.op) == ("optimizer", "optimizer", "aten.addcmul_.default")
+    assert "weight:exp_avg_sq would be Inf" in found.evidence[0]
+    assert nonfinite(model, optimizer) == []
+    assert sentinel.step_count == 3
+
+
+def test_second_moment_that_has_overflowed_is_gone_back_from(watch, drive, told, named, nonfinite):
+    """Likewise where the loop clips by a bound that bounds nothing: only the state shows it then."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    sentinel = watch(model, optimizer, NanCallback(), Rollback(every=1, confirm_after=0))
+    drive(sentinel, [1.0, 1e25, 1.0], lambda factor: (model.weight * factor).sum(), max_norm=math.inf)
     assert told(sentinel) == [(1, "nonfinite_state", "rolled_back")]
     assert named(sentinel.incidents[0]) == {"weight:exp_avg_sq"}
     found = sentinel.incidents[0].diagnosis

@@ -45,41 +45,47 @@ def overflowing_squares(run: Run, view: GradientView, action: Action) -> Evidenc
         for parameter in group["params"]
     }
     found: list[TensorEvidence] = []
+    kept: dict[str, str] = {}
     for name, parameter in run.host.named_parameters():
         if name in largest and id(parameter) in owners:
-            most = _most(*owners[id(parameter)], parameter)
-            if most is not None and most < largest[name] < float("inf"):
+            key, most = _most(*owners[id(parameter)], parameter)
+            if most < largest[name] < math.inf:
                 found.append(inspect_tensor(name, gradients[name]))
+                kept[name] = key
     if not found:
         return None
-    first = max(found, key=lambda entry: largest[entry.name])
+    worst = max(kept, key=lambda name: largest[name])
+    fact = (
+        f"{worst}:{kept[worst]} would be Inf: the gradient is finite, up to {largest[worst]:.4g}, "
+        "and its square is not; the weight would stand still for ever"
+    )
     return Evidence(
         kind=Kind.MAGNITUDE,
         action=action,
-        message=f"the gradient of {fold([entry.name for entry in found])} is finite, up to "
-        f"{largest[first.name]:.4g}, but its square is not: the optimizer's state would be Inf from here on",
+        message=f"the update would make the optimizer's running square Inf in {fold(list(kept))}",
         tensors=tuple(found),
         diagnosis=Diagnosis(
-            cause="unknown",
-            confidence=0.0,
-            phase="backward",
-            remedy=("clip gradients by norm: a gradient that is clipped before the step does no such harm",),
+            cause="optimizer",
+            confidence=0.45,  # what made the gradient so large may be found out
+            phase="optimizer",
+            module=worst.rpartition(".")[0],
+            op="aten.addcmul_.default",
+            evidence=(fact,),
+            remedy=("clip gradients by norm: what is clipped before the step does no such harm",),
         ),
     )
 
 
-def _most(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> float | None:
-    """Return the largest gradient whose share in the running square is finite; None if none is kept."""
+def _most(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> tuple[str, float]:
+    """Return where squares are kept, and the largest gradient whose share there is finite."""
     state = optimizer.state.get(parameter, {})
     for key in SQUARES:
         if isinstance(state.get(key), Tensor):
-            return _root(state[key].dtype, _share(group, key))
-    if state:
-        return None
+            return key, _root(state[key].dtype, _share(group, key))
     for kind, key in _FIRST_STEP.items():
-        if isinstance(optimizer, kind):
-            return _root(parameter.dtype, _share(group, key))
-    return None
+        if not state and isinstance(optimizer, kind):
+            return key, _root(parameter.dtype, _share(group, key))
+    return "", math.inf
 
 
 def _share(group: Mapping[str, Any], key: str) -> float:

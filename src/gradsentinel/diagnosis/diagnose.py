@@ -85,11 +85,11 @@ def _complete(incident: Incident, reports: Sequence[Report]) -> None:
     )
     if best is None or best.diagnosis is None:
         return
-    before = incident.diagnosis
+    before, after = incident.diagnosis, best.diagnosis
     inherited = before.remedy if before is not None else ()
-    incident.diagnosis = replace(
-        best.diagnosis, remedy=tuple(dict.fromkeys((*best.diagnosis.remedy, *inherited)))
-    )
+    if before is not None and before.cause != "unknown" and after.cause == "unknown" and not after.confidence:
+        after = replace(before, evidence=(*before.evidence, *after.evidence))  # nothing speaks against it
+    incident.diagnosis = replace(after, remedy=tuple(dict.fromkeys((*after.remedy, *inherited))))
     incident.microbatch = best.microbatch if best.microbatch is not None else incident.microbatch
     incident.samples = best.samples or incident.samples
     if len(best.microbatches) > 1:
