@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from gradsentinel import AfterStep, Callback, IncidentEvent, NanCallback, Sentinel, SpikeCallback
+from gradsentinel import (
+    AfterStep,
+    Callback,
+    ConfigurationError,
+    IncidentEvent,
+    NanCallback,
+    Sentinel,
+    SpikeCallback,
+    TrainingAborted,
+)
 from gradsentinel.callbacks.event_log import EventLog
 from loops import build, make_batches
 
@@ -158,6 +167,101 @@ def test_one_who_raises_is_switched_off_and_the_others_go_on(run_dir):
     assert [step for step, _ in broken.heard] == [0, 1, 2]
     assert [step for step, _ in books.heard] == list(range(12))
     assert any("book is full" in incident.message for incident in sentinel.incidents)
+
+
+def test_who_hears_of_a_steps_begin_has_heard_of_the_end_before(run_dir):
+    run, at = build(optimizer="sgd"), {}
+
+    class Reader(Books):
+        def on_batch(self, event):
+            self.lines.append(("batch", event.step))
+
+    books = Reader(at)
+    with run.sentinel([*quiet(), books], run_dir=run_dir) as sentinel:
+        drive(sentinel, run, at, 4)
+    assert books.lines[:-1] == [(what, step) for step in range(4) for what in ("batch", "step")]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
+def test_an_interval_that_is_none(wrong, run_dir):
+    books = Books({})
+    books.prompt_every = wrong
+    with pytest.raises(ConfigurationError, match="prompt_every="):
+        build(optimizer="sgd").sentinel([books], run_dir=run_dir)
+
+
+def test_if_one_stops_the_run_late_the_others_still_hear_of_all_steps(run_dir):
+    """It should have said that it hears at once; what waits behind the step that it stops at is not lost."""
+    run, at = build(optimizer="sgd"), {}
+
+    class Stops(Books):
+        prompt_every = None
+
+        def on_after_step(self, event):
+            if event.step == 2:
+                raise TrainingAborted("enough")
+
+        def on_run_end(self, event):
+            self.lines.append(event.error)
+
+    books, stops = Books(at), Stops(at)
+    with (
+        pytest.raises(TrainingAborted, match="enough"),
+        run.sentinel([*quiet(), books, stops], run_dir=run_dir) as sentinel,
+    ):
+        drive(sentinel, run, at, 12)
+    assert [step for step, _ in books.heard] == list(range(8))
+    assert isinstance(stops.lines[-1], TrainingAborted)
+
+
+def test_a_stop_that_is_heard_of_at_the_end_is_why_the_run_ends(run_dir):
+    run, at, ends = build(optimizer="sgd"), {}, []
+
+    class Stops(Books):
+        prompt_every = None
+
+        def on_after_step(self, event):
+            if event.step == 3:
+                raise TrainingAborted("enough")
+
+        def on_run_end(self, event):
+            ends.append(event.error)
+
+    sentinel = run.sentinel([*quiet(), Stops(at)], run_dir=run_dir)
+    drive(sentinel, run, at, 5)
+    with pytest.raises(TrainingAborted, match="enough"):
+        sentinel.close()
+    assert [str(error) for error in ends] == ["enough"]
+
+
+def test_a_fact_for_the_log_does_not_wait(run_dir):
+    run, at = build(optimizer="sgd"), {}
+    books = Books(at)
+    with run.sentinel([*quiet(), books], run_dir=run_dir) as sentinel:
+        drive(
+            sentinel,
+            run,
+            at,
+            6,
+            each=lambda step: sentinel._watch.run.journal.append(("note", {})) if step == 2 else None,
+        )
+    assert books.heard[:4] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_what_is_loaded_comes_behind_what_waits(run_dir):
+    """A state that is taken back is not counted on by steps from before it."""
+    run, at = build(optimizer="sgd"), {}
+
+    class Counts(Books):
+        def load_state_dict(self, state):
+            self.lines.append(("loaded", state["heard"]))
+
+    books = Counts(at)
+    with run.sentinel([*quiet(), books], run_dir=run_dir) as sentinel:
+        state = {**sentinel.state_dict(), "callbacks": {"Counts": {"heard": 99}}}
+        drive(sentinel, run, at, 3)
+        sentinel.load_state_dict(state)
+        assert books.lines == [("step", 0), ("step", 1), ("step", 2), ("loaded", 99)]
 
 
 def test_a_subclass_with_an_ear_of_its_own_hears_at_once(run_dir):

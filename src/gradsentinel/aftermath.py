@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from gradsentinel.bus import Bus
 from gradsentinel.decision import Decision
 from gradsentinel.events import AfterStep
@@ -17,15 +19,16 @@ class Aftermath:
 
     In a step each function costs some microseconds, as the training has pushed it out of the caches. So those
     who only keep books (`Callback.prompt_every`) hear of several steps in a row that needed no more than a
-    glance. They hear of all of them, in order, and before anything else happens: before a step that is looked
-    at, an incident, a state that is kept, and the end.
+    glance. They hear of all of them, in order, and before a step that is looked at, an incident, a state that
+    is kept, and the end.
     """
 
     def __init__(self, run: Run, bus: Bus) -> None:
         self._run = run
         self._bus = bus
-        self._waiting: list[tuple[Decision, int, tuple[float, ...], bool]] = []
+        self._waiting: deque[tuple[Decision, int, tuple[float, ...], bool]] = deque()
         """What nobody has heard of yet: decision, number of the attempted step, learning rates, clipped."""
+        self._telling = False
 
     def tell(
         self,
@@ -49,25 +52,29 @@ class Aftermath:
         return self.catch_up()
 
     def catch_up(self) -> list[Filed]:
-        """Emit all events that wait, and return what was found."""
-        waiting, found = self._waiting, list[Filed]()
-        if not waiting:
+        """Emit all events that wait, and return what was found; if one raises, the rest waits on."""
+        found: list[Filed] = []
+        if not self._waiting or self._telling:  # who listens no more from now on hears the others' first
             return found
-        self._waiting = []
-        if self._bus.heard[AfterStep]:
-            for decision, iteration, learning_rates, clipped in waiting:
-                found += self._bus.emit(
-                    AfterStep(
-                        step=decision.step,
-                        applied=decision.apply and not decision.scaler_skips,
-                        iteration=iteration,
-                        action=decision.action,
-                        grad_norm=decision.grad_norm if decision.safe_norm is None else decision.safe_norm,
-                        loss=decision.loss,
-                        learning_rates=learning_rates,
-                        loss_scale=decision.loss_scale,
-                        scaler_skipped=decision.scaler_skips,
-                        clipped=clipped,
-                    )
+        self._telling = True
+        try:
+            while self._waiting:
+                decision, iteration, learning_rates, clipped = self._waiting.popleft()
+                if not self._bus.heard[AfterStep]:
+                    continue
+                event = AfterStep(
+                    step=decision.step,
+                    applied=decision.apply and not decision.scaler_skips,
+                    iteration=iteration,
+                    action=decision.action,
+                    grad_norm=decision.grad_norm if decision.safe_norm is None else decision.safe_norm,
+                    loss=decision.loss,
+                    learning_rates=learning_rates,
+                    loss_scale=decision.loss_scale,
+                    scaler_skipped=decision.scaler_skips,
+                    clipped=clipped,
                 )
+                found += self._bus.emit(event)
+        finally:
+            self._telling = False
         return found

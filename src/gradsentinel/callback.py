@@ -37,9 +37,9 @@ class Callback:
     prompt_every = cast("int | None", 1)  # no field of a dataclass
     """`on_after_step` is heard at once after the steps divisible by this, and up to eight healthy steps late
     after others: enough for who only keeps books. None: late after all of them. All are heard, in order, and
-    before anything is detected, kept or ended. A subclass with an `on_after_step` of its own hears at once,
-    unless it says otherwise."""
-
+    before anything is detected, kept or ended. Who may want to stop the run there, or hears `on_step_start`
+    or `on_batch` too, hears at once; so does a subclass with an `on_after_step` of its own that says nothing
+    of it."""
     needs_random_states = True
     """Whether it may want the random states from before each micro-batch: to compute a step again, or to keep
     them as evidence. Where nobody does, and the loop gave no `forward`, they are not noted."""
@@ -100,6 +100,8 @@ class Callback:
             raise AttributeError(text)
 
 
+_BEFORE_A_STEP = ("on_step_start", "on_batch")
+"""Who hears of a step's begin is to have heard of the end of the one before."""
 _ASKED_BY_TRAINERS = {"state_key": "lightning", "on_init_end": "huggingface"}
 """What trainers look for first in each of their callbacks, and where ours that have it are."""
 
@@ -263,9 +265,9 @@ def prompt_every(owner: object, every: int) -> int | None:
     """Return after which steps a listener hears at once of their end; `every` is a plain function's."""
     if not isinstance(owner, Callback):
         return every
-    if "prompt_every" in vars(owner) or _place(owner, "prompt_every") <= _place(owner, "on_after_step"):
-        return owner.prompt_every
-    return 1
+    said = "prompt_every" in vars(owner) or _place(owner, "prompt_every") <= _place(owner, "on_after_step")
+    earlier = any(getattr(type(owner), name) is not getattr(Callback, name) for name in _BEFORE_A_STEP)
+    return owner.prompt_every if said and not earlier else 1
 
 
 def needs_random_states(callback: Callback) -> bool:
@@ -320,6 +322,9 @@ def check_callback(callback: object) -> Callback:
         check_signature(getattr(callback, name), f"{type(callback).__name__}.{name}")
     if isinstance(callback, Detector):
         _check_interval(callback.check_interval, callback.attention_steps)
+    every = callback.prompt_every
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ConfigurationError(f"prompt_every={every!r} must be at least 1 step, or None")
     if isinstance(callback, Responder):
         for name in ("respond", "escalates", "closes"):
             check_signature(getattr(callback, name), f"{type(callback).__name__}.{name}", "incident", "run")

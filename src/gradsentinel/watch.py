@@ -340,10 +340,11 @@ class Watch:
             return
         self._closed = True
         try:
-            if error is None:
-                self.settle_pending()
+            (self.settle_pending if error is None else self._catch_up)()
+        except BaseException as late:
+            error = error or late
+            raise
         finally:
-            self._catch_up()
             self._pending += self.bus.emit(events.RunEnd(step=self.run.step, error=error))
         if error is None:  # the state that the run ends with may be bad
             self.settle_pending()

@@ -151,3 +151,25 @@ def test_what_a_tensor_holds(values, expected, dtype):
 def test_a_narrow_number_that_is_no_number():
     """float8_e4m3fn has no Inf: what overflows is NaN."""
     assert judge(torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)) == Badness(nan=True)
+
+
+@pytest.mark.parametrize(
+    "angles",
+    [
+        lambda: 1 / 10000 ** (torch.arange(4) / 4),
+        lambda: 2.0 ** -torch.arange(4.0),
+        lambda: torch.arange(1.0, 5.0) ** torch.arange(4.0),
+        lambda: (torch.arange(1.0, 5.0) - torch.ones(4).mean()) ** torch.full((4,), 2.0),
+        lambda: torch.float_power(2, torch.arange(4)).float(),
+    ],
+    ids=["rotary", "alibi", "tensor to tensor", "square by a tensor", "float_power"],
+)
+def test_a_power_whose_exponent_is_a_tensor(angles, diagnosed):
+    """As in rotary embeddings: once the look at such an operator failed, and the diagnosis with it."""
+
+    def forward(model, x):
+        h = model(x)
+        return (h * torch.cos(angles())).square().mean() + (h * 0 - 1).log().mean()
+
+    found = diagnosed(nn.Linear(4, 4), [torch.ones(3, 4)], forward).diagnosis
+    assert (found.cause, found.op) == ("math", "aten.log.default")

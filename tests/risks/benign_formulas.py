@@ -578,6 +578,26 @@ def mixup(h):
     ) * functional.cross_entropy(h, torch.ones(6, dtype=torch.long))
 
 
+def rotary(h):
+    frequency = 1 / 10000 ** (torch.arange(2) / 2)
+    angle = torch.arange(6.0)[:, None] * frequency
+    a, b = h.chunk(2, 1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], 1)
+
+
+def alibi(h):
+    slope = 2.0 ** -torch.arange(1.0, 5.0)
+    return functional.softmax(h - slope * torch.arange(6.0)[:, None], 1)
+
+
+def discounted(h):
+    return (0.99 ** torch.arange(6) * h.mean(1)).cumsum(0)
+
+
+def learnt_power(h):
+    return (h.abs() + 1e-3) ** functional.softplus(h)
+
+
 FORMULAS = {
     name: value
     for name, value in list(globals().items())

@@ -35,7 +35,10 @@ class MicroBatch:
     def rng(self) -> RngState:
         """The random state just before it entered the model; raises RuntimeError if nobody noted it."""
         if self.noted is None:
-            raise RuntimeError("the random state before this micro-batch was not noted: nobody wanted it")
+            raise RuntimeError(
+                "the random state before this micro-batch was not noted, since nobody wanted it: give the "
+                "Sentinel forward=, or a callback with needs_random_states = True"
+            )
         return self.noted
 
     @property

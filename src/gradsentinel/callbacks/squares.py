@@ -49,7 +49,7 @@ def overflowing_squares(run: Run, view: GradientView, action: Action) -> Evidenc
     for name, parameter in run.host.named_parameters():
         if name in largest and id(parameter) in owners:
             key, most = _most(*owners[id(parameter)], parameter)
-            if most < largest[name] < math.inf:
+            if most < largest[name]:
                 found.append(inspect_tensor(name, gradients[name]))
                 kept[name] = key
     if not found:

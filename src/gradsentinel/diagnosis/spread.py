@@ -50,9 +50,15 @@ def _of_one(func: Any, name: str, args: Sequence[Any], before: str) -> str:
     if before not in (LENGTH, _GAP):
         if name in _NORMS:
             return LENGTH
-        if name in ("abs", "square") or (name == "pow" and args[1:2] == (2,)):
+        if name in ("abs", "square") or (name == "pow" and _is_two(args[1])):
             return _SQUARE
         if name in _SUMS:
             return LENGTH if before == _SQUARE else _MEAN if name == "mean" else ""
     kept = torch.Tag.pointwise in func.tags or name in _COPIES or name in _SUMS or name in _NORMS
     return before if kept else ""
+
+
+def _is_two(exponent: Any) -> bool:
+    return (
+        isinstance(exponent, (int, float)) and exponent == 2
+    )  # of a number to the power of a tensor it is that
