@@ -209,7 +209,24 @@ def test_explosions_show_before_the_warm_up_is_over():
     assert band.early
     assert band.explosion == pytest.approx(2000)
     assert not baseline.learn(3, 1e11)
-    assert taught([1.0, 2.0]).expect() is None
+
+
+def test_hardly_anything_is_known_before_the_third_value():
+    """So it takes a hundred times as much to be an explosion, and all that is none is learnt."""
+    assert Baseline(Robust()).expect() is None
+    for values in ([2.0], [2.0, 1.0]):
+        band = taught(values).expect()
+        assert band.early
+        assert band.explosion == band.high == pytest.approx(2e5)
+        assert taught(values).learn(2, 1e5)
+        assert not taught(values).learn(2, 3e5)
+    assert taught([2.0], explosion=None).learn(1, 1e30)
+
+
+def test_with_eight_values_a_hundred_times_the_largest_is_an_explosion():
+    assert taught([1.0, 2.0] * 3 + [1.0]).expect().explosion == pytest.approx(2000)
+    assert taught([1.0, 2.0] * 4).expect().explosion == pytest.approx(200)
+    assert taught([1.0, 2.0] * 4, explosion=5.0).expect().explosion == pytest.approx(20)
 
 
 def test_a_leap_during_the_warm_up_is_not_learnt_and_accepted_in_time():

@@ -450,3 +450,28 @@ def test_odd_parameters_and_losses(run_dir):
 def test_settings_that_cannot_work(wrong):
     with pytest.raises(ConfigurationError):
         SpikeCallback(**wrong)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_an_explosion_in_the_first_steps(place, run_dir):
+    """From the second step on it is dropped; the first has nothing to be compared with, and is told later."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1e-12)
+    done = []
+    with Sentinel(
+        torch.nn.ParameterList([weight]), optimizer, callbacks=[SpikeCallback()], run_dir=run_dir
+    ) as sentinel:
+        for number, size in enumerate(sentinel.steps(torch.rand(12).add(1).tolist())):
+            sentinel.backward((weight * (size * 1e7 if number == place else size)).sum())
+            sentinel.step()
+            done.append(sentinel.applied)
+    (incident,) = sentinel.incidents
+    if place:
+        assert (incident.step, incident.action) == (place, Action.SKIP)
+        assert done == [number != place for number in range(12)]
+    else:
+        assert (incident.step, incident.action) == (7, Action.WARN)
+        assert incident.details["first_step"] == 0
+        assert "of step 0 was" in incident.message
+        assert all(done)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from gradsentinel.decision import Action, Kind
-from gradsentinel.evidence import Diagnosis, Evidence, TensorEvidence
+from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
 from gradsentinel.gradients import GradientView
 from gradsentinel.incident import MAY_STAND
 from gradsentinel.measures.bands import Band
@@ -85,6 +87,27 @@ class Outlier:
             "window": band.count,
             "outside_before": len(self.streak),
         }
+
+
+def finding_of_first(signal: str, left_out: tuple[int, float, float]) -> Finding:
+    """Return the warning of a first value that nothing could be compared with when it came."""
+    step, value, factor = left_out
+    message = (
+        f"the {WORDS[signal]} of step {step} was {value:.4g}, {factor:.3g} times that of the steps after it; "
+        "nothing was there to compare it with, and the step was made"
+    )
+    remedy = (
+        "start again if the loss has suffered; clip gradients, which bounds what such a step does",
+        "set MagnitudeCallback(max_global_norm=...), which needs nothing to compare with",
+    )
+    evidence = Evidence(
+        kind=Kind.SPIKE,
+        action=Action.WARN,
+        message=message,
+        diagnosis=Diagnosis(cause="unknown", confidence=0.0, phase="backward", remedy=remedy),
+        details={"first_step": step, "value": value, "ratio": factor},
+    )
+    return Finding(kind=Kind.SPIKE, value=torch.tensor(True), action=Action.WARN, confirm=lambda: evidence)
 
 
 def evidence_of(

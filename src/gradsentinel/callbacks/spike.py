@@ -15,31 +15,28 @@ from torch import Tensor
 from gradsentinel import events
 from gradsentinel.callback import Detector, Responder
 from gradsentinel.callbacks.groups import GROUPINGS, GroupNorms
-from gradsentinel.callbacks.outliers import Outlier, Past, evidence_of, evidence_of_nonfinite
+from gradsentinel.callbacks.outliers import (
+    Outlier,
+    Past,
+    evidence_of,
+    evidence_of_nonfinite,
+    finding_of_first,
+)
 from gradsentinel.callbacks.players import player_of
+from gradsentinel.callbacks.series import RULES, series_of
 from gradsentinel.callbacks.signals import Sight, largest, loss_of, score_of, share_of, wide
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
-from gradsentinel.measures.bands import Band, History, Robust, Rule, Sigma
+from gradsentinel.measures.bands import Band
 from gradsentinel.measures.baseline import Baseline
 from gradsentinel.measures.bounds import MOST_LAG
 from gradsentinel.run import Run
 
 _Watched = tuple[tuple[str, Baseline], ...]
-RULES = ("robust", "sigma", "history")
 _SIGNALS = ("grad_norm", "loss")
-_FLOORS = {"loss": 1.2, "grad_norm": 3.0}
-"""Less than so many times the usual value is no spike, however steady a series is."""
-_YOUTH = 2.5
-"""Of a young run's gradient norm so many times as much."""
-_NEGLIGIBLE = 0.05
-"""A loss below this share of what the run began with harms nothing: a model that has learnt its data by heart
-meets a hard sample now and then."""
 _LEARNT = 1.4
-"""Its gradients too have a heavy tail then: so many times the limit for the norm."""
-_CEILING = 30.0
-"""A loss so many times what the run began with has diverged, however gently."""
+"""Where the data are learnt by heart gradients have a heavy tail: so many times the limit for the norm."""
 _IN_FLIGHT = MOST_LAG + 1
 """So many steps whose outcome is not known yet are remembered: none may be lost that is heard of late."""
 
@@ -79,8 +76,8 @@ class SpikeCallback(Detector):
     window: int = 128
     """So many healthy steps are compared with."""
     warmup: int = 20
-    """With fewer healthy steps than this only explosions are found: a thousand times the largest value so
-    far, from the third step on."""
+    """With fewer healthy steps than this only explosions are found: 100,000 times the largest value so far
+    from the second step on, 1,000 times from the fourth, 100 times from the ninth."""
     patience: int = 8
     """So many steps in a row outside, and not growing, are a new level and accepted; four times as many in
     any case."""
@@ -195,7 +192,7 @@ class SpikeCallback(Detector):
             findings += [grouped.judge(event, Action.parse(self.action))]
         return findings
 
-    def on_after_step(self, event: events.AfterStep) -> None:
+    def on_after_step(self, event: events.AfterStep) -> Sequence[Finding]:
         """Learn from a healthy step; what was outside only counts towards a new level."""
         sight, glance = self._sights.pop(event.step, None), self._glances.pop(event.step, None)
         if sight is not None:
@@ -203,28 +200,30 @@ class SpikeCallback(Detector):
         elif glance is not None:
             player, bands = glance
         else:
-            return
+            return ()
         if self._run is None or event.scaler_skipped or (event.action and event.action is Action.ROLLBACK):
-            return
+            return ()
         for grouped in () if event.applied else self._grouped.values():
             grouped.withdraw(event.step)
         norm = event.grad_norm
         if sight is not None and sight.true_norm is not None and not math.isfinite(norm):
             norm = sight.true_norm
+        found: list[Finding] = []
         watched = self._watched.get((player, self.loss, self.grad_norm)) or self._watch(player)
         for name, baseline in reversed(watched):
             value = event.loss if name == "loss" else norm
             if value is not None:
                 baseline.learn(event.step, value, healthy=event.applied)
+                found += [finding_of_first(name, one) for one in baseline.left_out]
                 band = bands.get(name)
                 if band is not None and band is not self._shown.get(baseline):
                     self._publish(player, baseline, band, name, event.iteration)
         if self.loss and self.grad_norm:
             (_, of_norm), (_, of_loss) = watched
             of_norm.ease = _LEARNT if of_loss.negligible else 1.0
-        rates = event.learning_rates
-        rate = rates[0] if len(rates) == 1 else max(rates, default=None)
+        rate = max(event.learning_rates, default=None)
         self._past.append(Past(event.step, event.loss, norm, rate))
+        return found
 
     def on_recovery(self, event: events.RecoveryEvent) -> None:
         """Forget the steps that were undone."""
@@ -331,21 +330,16 @@ class SpikeCallback(Detector):
     def _baseline(self, player: str, name: str) -> Baseline:
         signals = self._series.setdefault(player, {})
         if name not in signals:
-            youth = math.log(_YOUTH) if name == "grad_norm" else 0.0
-            rule: Rule = Robust(limit=self.limit, floor=math.log(_FLOORS[name]), youth=youth)
-            if self.rule == "sigma":
-                rule = Sigma(sigmas=self.sigmas)
-            elif self.rule == "history":
-                rule = History(times=self.times)
-            signals[name] = Baseline(
-                rule,
+            signals[name] = series_of(
+                name,
+                rule=self.rule,
+                limit=self.limit,
+                sigmas=self.sigmas,
+                times=self.times,
                 window=self.window,
                 warmup=self.warmup,
                 patience=self.patience,
                 explosion=self.explosion,
-                positive=name == "grad_norm",
-                negligible=_NEGLIGIBLE if name == "loss" else 0.0,
-                ceiling=_CEILING if name == "loss" else math.inf,
             )
         return signals[name]
 

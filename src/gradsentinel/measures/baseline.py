@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from gradsentinel.measures.bands import INFINITY, Band, Life, Rule, early, with_explosion
 
-_FIRST = 3
-"""From so many values on an explosion shows."""
+_FEW = 3
+"""With fewer values only what is a hundred times farther out is an explosion, and all else is learnt."""
 _LOOK_BACK = 8
 """After so many values the first ones, which nothing could be compared with, are compared with the others."""
+_UNSEEN, _SEEN = 100.0, 0.1
+"""So many times the usual bound of an explosion while hardly anything is known, and when a little is."""
 _NO_PART = 1000.0
 """What is so many times the others was no part of the run, as little as what comes later is."""
 _REFRESH = 16
@@ -104,6 +106,8 @@ class Baseline:
         """The level that the series began with."""
         self.ease = 1.0
         """So many times the rule's usual limit, for a reason that the series itself does not show."""
+        self.left_out: tuple[tuple[int, float, float], ...] = ()
+        """First values that the value learnt last has shown to be no part of the run: step, value, factor."""
         self._turn = 0
         self._kept: deque[_Value] = deque(maxlen=_MEMORY * window)
         self._streak: list[_Value] = []
@@ -147,7 +151,7 @@ class Baseline:
         """Return where the next value is expected; None while nothing is known."""
         if self.due:
             self.due, self._stale = False, 0
-            band = self.band = self._judge() if len(self._kept) >= _FIRST else None
+            band = self.band = self._judge() if self._kept else None
             self.near = math.inf if band is None else band.center + _FAR * (band.high - band.center)
             young = self._old is not None or len(self._kept) < _SOON
             self.room = 0 if young else _REFRESH
@@ -178,8 +182,7 @@ class Baseline:
             # Not of a few values, whose spread is a guess, nor of what climbs; nothing below is far out.
             self._remember_peak(_Value(self._turn, step, band.deviations(value)))
         self._kept.append(entry)
-        if len(self._kept) == _LOOK_BACK:
-            self._leave_out_the_first()
+        self.left_out = self._leave_out_the_first() if len(self._kept) == _LOOK_BACK else ()
         far = band is not None and value > self.near
         self._stale += _REFRESH if far else 1  # a series that has begun to climb is followed closely
         self.due = band is None or self._stale >= _REFRESH or len(self._kept) < _SOON
@@ -233,7 +236,7 @@ class Baseline:
         self._peaks = deque(_entries(state["peaks"]))
         old = _entries(state["old"])
         values = [entry.value for entry in old[-self.window :]]
-        band = self._rule(values, Life(age=self._turn)) if len(old) >= _FIRST else None
+        band = self._rule(values, Life(age=self._turn)) if len(old) >= _FEW else None
         self._old = _Regime(tuple(old), band, state["old_first"]) if band is not None else None
         self._back = int(state["back"])
         self._first = None if state["first"] is None else float(state["first"])
@@ -249,7 +252,7 @@ class Baseline:
         life = Life(age=self._turn, peak=peak, ease=self.ease)
         band = self._rule(values, life) if len(values) >= self._warmup else None
         if band is None:
-            return with_explosion(early(values), self._explosion)
+            return self._early(values)
         if self._first is None:
             self._first = statistics.median(values[: self._warmup])
         high = max(band.high, self._negligible * self._first)
@@ -257,11 +260,26 @@ class Baseline:
             high = min(high, self._ceiling * self._first)
         return with_explosion(replace(band, high=high, began=self._first), self._explosion)
 
-    def _leave_out_the_first(self) -> None:
+    def _leave_out_the_first(self) -> tuple[tuple[int, float, float], ...]:
+        """Forget first values that were no part of the run; return step, value, and factor of the others."""
         level = statistics.median(abs(entry.value) for entry in self._kept)
-        if level:
-            near = [entry for entry in self._kept if abs(entry.value) <= _NO_PART * level]
-            self._kept = deque(near, maxlen=self._kept.maxlen)
+        if not level:
+            return ()
+        far = [entry for entry in self._kept if abs(entry.value) > _NO_PART * level]
+        near = [entry for entry in self._kept if abs(entry.value) <= _NO_PART * level]
+        self._kept = deque(near, maxlen=self._kept.maxlen)
+        return tuple((entry.step, entry.value, abs(entry.value) / level) for entry in far)
+
+    def _early(self, values: Sequence[float]) -> Band:
+        """Return the band of a series too young for its rule; the more values, the less is an explosion."""
+        band = early(values)
+        if self._explosion is None:
+            return replace(band, high=INFINITY) if len(values) < _FEW else band
+        if len(values) < _FEW:
+            band = with_explosion(band, _UNSEEN * self._explosion)
+            return replace(band, high=band.explosion)
+        share = _SEEN if len(values) >= _LOOK_BACK else 1.0
+        return with_explosion(band, max(1.0, share * self._explosion))
 
     def _renew(self) -> None:
         self.band, self.due, self._stale = None, True, 1
