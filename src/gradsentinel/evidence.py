@@ -98,6 +98,11 @@ class Evidence:
     diagnosis: Diagnosis | None = None
     """As far as it is known without running anything again."""
     details: Mapping[str, Any] = field(default_factory=dict)
+    about: tuple[str, ...] = ()
+    """The parameters, fields or modules that it is about, by which a warning is told from the one before: of
+    other names it is news at once, of the same it goes on. Empty: of the step as a whole."""
+    once: bool = False
+    """True if the detector asks until this is told (it hears of it in `on_incident`), and not again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

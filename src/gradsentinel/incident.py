@@ -52,6 +52,19 @@ class Recovery:
     """True when the loss scaler drops the step by itself, as it would have done without the fault."""
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one detector says in an incident: by this it is told from what was said before."""
+
+    detector: str
+    kind: Kind
+    subject: str
+    names: tuple[str, ...] = ()
+    """What it is about; empty for the step as a whole."""
+    once: bool = False
+    """True if the detector asks until it is told, and not again."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Incident:
     """One decision above CONTINUE, with its evidence; completed while it is handled, then written."""
@@ -88,6 +101,8 @@ class Incident:
     sources: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     """Of replicas that differ: the group in words, and the rank that holds what its majority holds. Not kept
     on disk."""
+    claims: tuple[Said, ...] = field(default=(), repr=False, compare=False)
+    """What each detector says in it, on whichever rank. Not kept on disk."""
 
     @property
     def rank_count(self) -> int:

@@ -13,10 +13,11 @@ from gradsentinel.bus import Bus
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import TrainingAborted
 from gradsentinel.evidence import Diagnosis, Evidence
-from gradsentinel.incident import Incident, Outcome, Recovery
+from gradsentinel.incident import Incident, Outcome, Recovery, now
 from gradsentinel.judge import Filed, Ruling
 from gradsentinel.ranks.testimony import Statement, bounded, open_incidents, severity_of
 from gradsentinel.recovery import Ladder
+from gradsentinel.repeats import Repeats
 from gradsentinel.run import Run
 from gradsentinel.testing import record_swallowed
 from gradsentinel.wording import printable
@@ -29,8 +30,6 @@ Examiner = Callable[[Evidence, Run], Evidence]
 Diagnoser = Callable[[Incident, Run], None]
 """Completes an incident with its diagnosis; called on every rank, may take seconds and run the step again."""
 
-_QUIET_STEPS = 100
-"""A warning that comes back within so many steps is the same one going on."""
 _MOST_ALIKE = 8
 """So many findings of one detector, kind and action are looked into in one step."""
 _REPORTED = Recovery(outcome=Outcome.REPORTED, apply=True, message="")
@@ -46,7 +45,7 @@ class Inquiry:
         self._bus = bus
         self._examiners = list(examiners)
         self._diagnosers = list(diagnosers)
-        self._warnings: dict[tuple[str, Kind, str], tuple[Incident, int]] = {}
+        self._repeats = Repeats()
         self._examined = 0.0
         """Seconds that examiners took in the confirmation going on: they may run a step again."""
 
@@ -114,9 +113,22 @@ class Inquiry:
         Raises:
             TrainingAborted: when the run must not go on.
         """
-        run, bus = self._run, self._bus
         if incident.action is Action.WARN and self._goes_on(incident):
             return _REPORTED
+        return self._tell(incident)
+
+    def tell_what_waits(self, *, all_of_them: bool = False) -> None:
+        """Tell the warnings that were held back long enough; on every rank, with the same ones on each."""
+        run = self._run
+        for held in self._repeats.overdue(run.iteration, all_of_them=all_of_them):
+            own_id = run.directory.new_incident_id(run.step, str(held.kind))
+            held.id, held.time = run.consensus.gather((own_id, now()))[0]
+            held.step, held.iteration = run.step, run.iteration
+            self._repeats.tell(held)
+            self._tell(held)
+
+    def _tell(self, incident: Incident) -> Recovery:
+        run, bus = self._run, self._bus
         run.incidents.append(incident)
         self._write(incident)
         self._write_norms(incident)
@@ -133,7 +145,7 @@ class Inquiry:
             return _REPORTED
         recovery = self._recover(incident)
         if recovery.outcome is Outcome.REPORTED:  # a warning after all; what follows of it is the same one
-            self._warnings[_key(incident)] = (incident, incident.step)
+            self._repeats.tell(incident)
         return recovery
 
     def _diagnose(self, incident: Incident) -> None:
@@ -156,11 +168,8 @@ class Inquiry:
 
     def _goes_on(self, incident: Incident) -> bool:
         """Count a warning that goes on step after step, instead of opening an incident for each step."""
-        key = _key(incident)
-        first, last_step = self._warnings.get(key, (incident, incident.step))
-        self._warnings[key] = (first, incident.step)
-        if first is incident or incident.step - last_step > _QUIET_STEPS:
-            self._warnings[key] = (incident, incident.step)
+        first = self._repeats.goes_on(incident)
+        if first is None:
             return False
         count = first.details["repeated"] = first.details.get("repeated", 0) + 1
         first.details["last_step"] = incident.step
@@ -221,10 +230,6 @@ class Inquiry:
                 run.disk.attempt(f"the norms before incident {incident.id}", write)
         except (RuntimeError, TypeError, ValueError) as error:
             logger.error("the norms before incident %s could not be written: %s", incident.id, error)  # noqa: TRY400
-
-
-def _key(incident: Incident) -> tuple[str, Kind, str]:
-    return incident.detector, incident.kind, str(incident.details.get("subject", ""))
 
 
 def _unfounded(entry: Filed) -> Evidence:

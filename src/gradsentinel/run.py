@@ -104,8 +104,10 @@ class Run:
     """Numbers that callbacks publish, by name: the attempted step each belongs to, and its value."""
     histograms: dict[str, tuple[int, Histogram]] = field(default_factory=dict)
     """Histograms that callbacks publish, likewise."""
-    lifeless: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Parameters whose gradients were reported as dead or stuck: by whom, and in which attempted step."""
+    lifeless: dict[str, int] = field(default_factory=dict)
+    """Parameters that were told to be dead or stuck, and the attempted step until which that is known."""
+    suspected: dict[str, dict[str, int]] = field(default_factory=dict)
+    """The same by detector, of what is not told yet."""
     norms: NormHistory = field(default_factory=NormHistory)
     """The norms of every gradient over the last steps, for the incident that may come."""
     budgets: dict[str, Callable[[], Mapping[str, Any]]] = field(default_factory=dict)

@@ -348,6 +348,7 @@ class Watch:
             self._pending += self.bus.emit(events.RunEnd(step=self.run.step, error=error))
         if error is None:  # the state that the run ends with may be bad
             self.settle_pending()
+            self.inquiry.tell_what_waits(all_of_them=True)
 
     # -- the phases ----------------------------------------------------------------------------------
 
@@ -358,6 +359,7 @@ class Watch:
         if self.run.in_flight:
             self.run.hold()
         self.run.optimizers = tuple(optimizers) or tuple(self.run.host.optimizers)
+        self.inquiry.tell_what_waits()
 
     def _submit(
         self, gradients: GradientView, loss_scale: Tensor | None, overflow: Tensor | None, *, at_once: bool

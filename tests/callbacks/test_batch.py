@@ -528,6 +528,19 @@ def test_a_field_that_becomes_constant_is_told(run_dir):
     assert "constant" in faults
 
 
+def test_another_field_that_becomes_constant_is_told_too(run_dir):
+    batches = [{**batch, "z": torch.randn(6, 4)} for batch in make(70)]
+    batches[40]["x"] = torch.full((6, 4), 3.0)
+    batches[55]["z"] = torch.full((6, 4), 4.0)
+
+    def loss(model, batch):
+        return (model.head(model.numbers(batch["x"]) + model.numbers(batch["z"]))).square().mean()
+
+    sentinel = run_steps(batches, BatchCallback(), run_dir, loss=loss)
+    said = [(one.step, one.message.partition(" is ")[0]) for one in sentinel.incidents]
+    assert said == [(40, "unusual data: x"), (55, "unusual data: z")]
+
+
 def test_the_same_batch_again_is_told(run_dir):
     batches = make(40)
     batches[31] = {name: v.clone() if isinstance(v, Tensor) else v for name, v in batches[30].items()}

@@ -108,6 +108,24 @@ def test_one_that_dies_after_another_is_told_too(run_dir, caplog):
         if step == 90:
             model.left.bias.register_hook(torch.zeros_like)
 
-    (told,) = train(run_dir, [StagnationCallback(), GradientStatistics(every=2, patience=8)], change)
-    assert "right" in told[2]
-    assert caplog.text.count("the gradient of left.bias has vanished") == 1  # counted as more of the same
+    first, second = train(run_dir, [StagnationCallback(), GradientStatistics(every=2, patience=8)], change)
+    assert "right" in first[2]
+    assert second[0] == 99
+    assert caplog.text.count("the gradient of left.bias has vanished") == 1
+
+
+def test_a_layer_that_starves_does_not_hide_that_all_gradients_are_gone(run_dir):
+    def change(model, step):
+        model.gate = float(step < 30)
+        if step == 60:
+            for parameter in model.left.parameters():
+                parameter.register_hook(torch.zeros_like)
+
+    first, second = train(run_dir, [GradientStatistics(every=2, patience=3)], change, steps=90)
+    assert "right" in first[2]
+    assert second == (62, "GradientStatistics", "every gradient has been zero in 3 steps in a row")
+
+
+def test_a_death_that_goes_on_is_told_once_by_all_of_them(run_dir):
+    callbacks = [StagnationCallback(), GradientStatistics(every=50, patience=2)]
+    assert len(train(run_dir, callbacks, dies(40), steps=420)) == 1

@@ -143,6 +143,91 @@ def test_a_gradient_that_is_constant_by_nature_is_not_stuck(run_dir):
     assert told(sentinel) == []
 
 
+def test_two_layers_that_stick_one_after_the_other_are_both_told(run_dir):
+    one, other = Stuck({"right.weight"}, 40), Stuck({"left.weight"}, 50)
+
+    def before(model, step):
+        one(model, step)
+        other(model, step)
+
+    told_of = [(step, names) for step, _, _, names in told(train(run_dir, before=before))]
+    assert told_of == [(42, {"right.weight"}), (52, {"left.weight"})]
+
+
+def test_what_dies_and_what_sticks_in_one_step_are_both_said(run_dir):
+    stick = Stuck({"left.weight"}, 47)
+
+    def change(model, step):
+        model.gate = float(step < 40)
+
+    (incident,) = train(run_dir, change, before=stick).incidents
+    assert "right.weight, right.bias has vanished" in incident.message
+    assert "left.weight is stuck" in incident.message
+
+
+def test_the_same_layer_that_dies_again_is_told_when_it_is_no_repetition_any_more(run_dir, caplog):
+    def change(model, step):
+        model.gate = float(not (30 <= step < 41 or step >= 60))
+
+    first, second = told(train(run_dir, change, steps=400, dead_after=10))
+    assert first[0] == 39
+    assert 139 < second[0] < 260
+
+
+def test_what_is_dead_while_the_loss_is_zero_is_told_if_it_stays_so(run_dir):
+    """A loss of exactly 0 explains it only as long as it is 0."""
+    torch.manual_seed(0)
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Sentinel(model, optimizer, callbacks=[StagnationCallback()], run_dir=run_dir) as sentinel:
+        for step in sentinel.steps(range(120)):
+            model.gate = float(step < 40)
+            sentinel.backward(model(torch.randn(8, 6)) * (0.0 if 40 <= step < 55 else 1.0))
+            sentinel.step()
+    ((step, _, _, names),) = told(sentinel)
+    assert 55 <= step <= 90
+    assert names == RIGHT
+
+
+class Many(nn.Module):
+    """Very many parameters, each of which can be cut off on its own."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.all = nn.ParameterList(torch.randn(2) for _ in range(count))
+        self.alive = count
+
+    def forward(self):
+        return torch.stack(list(self.all[: self.alive])).square().sum()
+
+
+def die_off(run_dir, count, pace, steps):
+    model = Many(count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    callback = StagnationCallback(dead_after=3)
+    with Sentinel(model, optimizer, callbacks=[callback], run_dir=run_dir) as sentinel:
+        for step in sentinel.steps(range(steps)):
+            model.alive = max(1, count - max(0, step - 25) * pace)
+            sentinel.backward(model() * (1 + step % 7))
+            sentinel.step()
+    return sentinel.incidents
+
+
+def test_a_thousand_parameters_that_die_at_once_are_one_warning(run_dir):
+    (incident,) = die_off(run_dir, 1000, 1000, 60)
+    assert "and 996 more" in incident.message
+
+
+def test_parameters_that_die_one_after_the_other_are_few_warnings_and_all_are_told(run_dir):
+    incidents = die_off(run_dir, 200, 1, 260)
+    assert 8 <= len(incidents) <= 16
+    names = {name for one in incidents for said in one.claims for name in said.names}
+    notes = " ".join(note for one in incidents for note in one.notes)
+    assert len(names) < 199
+    assert "since the last warning also: dead " in notes
+    assert incidents[-1].step >= 220
+
+
 def started(run_dir, **settings):
     """A callback in a run that has begun."""
     callback = StagnationCallback(**settings)

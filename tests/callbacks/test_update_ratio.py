@@ -94,6 +94,116 @@ def test_weights_that_rounding_keeps_where_they_are(run_dir):
     assert sentinel.incidents[0].diagnosis.cause == "precision"
 
 
+class Attention(nn.Module):
+    """The bias of its keys adds the same to all scores of a query, which the softmax takes out again."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / 4
+        return scores.softmax(-1) @ self.value(x)
+
+
+class Shift(nn.Module):
+    """A bias in a module of its own."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.bias = nn.Parameter(torch.full(shape, 0.3))
+
+    def forward(self, x):
+        return x + self.bias
+
+
+def convolutions(norm):
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3), norm(16), nn.ReLU(), nn.Conv2d(16, 16, 3), norm(16), nn.ReLU(), nn.Flatten(),
+        nn.Linear(16 * 64, 4),
+    )  # fmt: skip
+
+
+CANCELLED = {
+    "a convolution before BatchNorm": (
+        lambda: convolutions(nn.BatchNorm2d),
+        (16, 1, 12, 12),
+        {"0.bias", "3.bias"},
+    ),
+    "a convolution before InstanceNorm": (
+        lambda: convolutions(nn.InstanceNorm2d),
+        (16, 1, 12, 12),
+        {"0.bias", "3.bias"},
+    ),
+    "a linear layer before BatchNorm": (
+        lambda: nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)),
+        (64, 16),
+        {"0.bias"},
+    ),
+    "keys before a softmax": (Attention, (8, 6, 16), {"key.bias"}),
+    "a bias alone": (
+        lambda: nn.Sequential(
+            nn.Linear(16, 32, bias=False), Shift((1, 32)), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
+        ),
+        (64, 16),
+        {"1.bias"},
+    ),
+}
+
+
+def learn(run_dir, make, shape, *, rate, dtype=torch.float32, steps=40, **settings):
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3)
+    model = model.to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    callback = UpdateRatioCallback(every=2, warmup=0, max_ratio=1e9, **settings)
+    with Sentinel(model, optimizer, callbacks=[callback], run_dir=run_dir) as sentinel:
+        for _ in sentinel.steps(range(steps)):
+            out = model(torch.randn(shape, dtype=dtype))
+            sentinel.backward((out - torch.randn_like(out)).square().mean())
+            sentinel.step()
+    return {tensor.name for incident in sentinel.incidents for tensor in incident.tensors}
+
+
+@pytest.mark.parametrize("name", CANCELLED)
+def test_a_bias_that_the_next_layer_cancels_is_left_alone(tmp_path, name):
+    make, shape, cancelled = CANCELLED[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        for rate in (0.1, 0.01, 1e-3, 1e-4):
+            still = learn(tmp_path / f"{dtype}-{rate}", make, shape, rate=rate, dtype=dtype)
+            assert not still & cancelled, (dtype, rate)
+
+
+def test_a_bias_that_matters_and_stands_still_is_told(run_dir):
+    """In bfloat16 all of them stand still, alone in their module or not; a cancelled one is not named."""
+    make, shape, _ = CANCELLED["a linear layer before BatchNorm"]
+    still = learn(run_dir, make, shape, rate=1e-7, dtype=torch.bfloat16)
+    assert {"0.weight", "1.weight", "1.bias", "3.weight"} <= still
+    assert "0.bias" not in still
+
+
+def test_weights_that_stand_still_one_after_the_other_are_all_told(run_dir):
+    model = plain()
+    rates = [1e-3, 1e-3]
+    groups = [{"params": [layer.weight], "lr": 1e-3} for layer in model]
+    optimizer = torch.optim.SGD(groups)
+
+    def change(step):
+        rates[:] = [1e-30 if step >= 20 else 1e-3, 1e-30 if step >= 40 else 1e-3]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    callback = UpdateRatioCallback(every=5, warmup=0)
+    assert told(train(run_dir, model, optimizer, callback, steps=80, change=change)) == [
+        (31, "stagnation", {"0.weight"}),
+        (51, "stagnation", {"1.weight"}),
+    ]
+
+
 @pytest.mark.parametrize("why", ["no rate", "no gradient", "dropped"])
 def test_weights_that_stand_still_for_a_good_reason(run_dir, why):
     model = plain()

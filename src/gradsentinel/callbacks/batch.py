@@ -381,19 +381,18 @@ class BatchCallback(SharesCompared):
 
     def _coped(self, look: Look, marks: Sequence[tuple[str, str]]) -> Callable[[], Evidence | None]:
         """Return what tells of faults that did no harm, once each."""
-        self._told.update(marks)
-        self._allowed |= {path for mark, path in marks if mark == NONFINITE}
-        allowed = set(self.allow_nonfinite)
 
         def confirm() -> Evidence | None:
+            allowed = set(self.allow_nonfinite)
+            fresh = [mark for mark in marks if mark not in self._told]  # one of this step may have been first
+            guessed = any(mark == BEYOND for mark, _ in fresh)
+            ignored = self.ignore_index
             found = faults_of(
-                look.batch,
-                self._reader,
-                ignore_index=self.ignore_index,
-                allowed=allowed,
-                guessed=any(mark == BEYOND for mark, _ in marks),
+                look.batch, self._reader, ignore_index=ignored, allowed=allowed, guessed=guessed
             )
-            faults = [fault for fault in found if (fault.mark, fault.path) in marks]
+            faults = [fault for fault in found if (fault.mark, fault.path) in fresh]
+            self._told.update(fresh)  # not before: of very many findings in one step some are not looked into
+            self._allowed |= {path for mark, path in fresh if mark == NONFINITE}
             note = _HARMLESS + (_ON_PURPOSE if any(fault.mark == NONFINITE for fault in faults) else "")
             return evidence_of(faults, look.ids, Action.WARN, look.microbatch, note) if faults else None
 

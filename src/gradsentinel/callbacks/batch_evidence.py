@@ -170,6 +170,7 @@ def evidence_of(
             remedy=tuple(remedies),
         ),
         details={"faults": list(dict.fromkeys(fault.mark for fault in faults))},
+        about=tuple(dict.fromkeys(f"{fault.mark} {fault.path}" for fault in faults)),
     )
 
 
@@ -187,10 +188,12 @@ def evidence_of_oddities(
     tensors = dict(held_in(batch))
     facts: list[str] = []
     samples: list[Sample] = []
+    about: list[str] = []
     for oddity in odd:
         if oddity.what == COPIES and not _has_copies(batch):
             continue
         facts.append(oddity.fact)
+        about.append(f"{oddity.what} {oddity.path}")
         if oddity.what == OUTLIER and oddity.path in tensors:
             rows = _rows_above(tensors[oddity.path], oddity.limit, record_count(batch))
             samples += [Sample(position=row, id=ids.get(row), field=oddity.path) for row in rows]
@@ -209,6 +212,7 @@ def evidence_of_oddities(
             cause="data", confidence=0.5, phase="input", evidence=tuple(facts), remedy=tuple(remedies)
         ),
         details={"faults": list(dict.fromkeys(oddity.what for oddity in odd))},
+        about=tuple(about),
     )
 
 

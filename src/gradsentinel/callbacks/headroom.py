@@ -225,6 +225,7 @@ class HeadroomCallback(Detector):
                 remedy=_remedy(worst.site),
             ),
             details={"headroom": {str(f.site): round(f.doublings, 3) for f in alarming[:16]}},
+            about=tuple(str(forecast.site) for forecast in alarming),
         )
 
 

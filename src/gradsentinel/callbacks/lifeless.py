@@ -11,7 +11,7 @@ import torch
 from gradsentinel.callbacks.looks import Measured
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Diagnosis, Evidence, Finding, TensorEvidence
-from gradsentinel.incident import fold
+from gradsentinel.incident import Incident, fold
 from gradsentinel.run import Run
 
 _LEAST = 8
@@ -23,29 +23,42 @@ _DEAD = (
     "if the gradients underflow (statistics/underflow is high), raise the loss scale or use bfloat16",
     "freeze it (requires_grad_(False)) if it is not to learn",
 )
-_ME, _ALL = "GradientStatistics", "GradientStatistics/all"
-"""What was told of all gradients is not told again of a layer."""
+_ME = "GradientStatistics"
 _STUCK = (
     "look for a gradient that is no longer written: a hook, an asynchronous reduction, a reused buffer",
     "look whether the loader gives the same batch again and again",
 )
 
 
-def untold(run: Run, teller: str, since: Mapping[str, int]) -> list[str]:
-    """Return which parameters are news, and note that they are told: one lifeless gradient, one warning.
+def untold(run: Run, teller: str, since: Mapping[str, int], until: int) -> list[str]:
+    """Return which parameters are news: one lifeless gradient, one warning. `heard` says when it is out.
 
     Args:
         run: who remembers it.
-        teller: who is about to tell. What it told itself before is no reason to be silent: it lived since.
-        since: the attempted step in which each parameter's gradient stopped.
+        teller: the class of the detector that is about to tell.
+        since: the last attempted step, as far as is known, in which each parameter's gradient was fine.
+        until: the attempted step in which it was lifeless for sure.
     """
-    news = []
-    for name, start in since.items():
-        known = run.lifeless.get(name)
-        if known is None or known[0] == teller or known[1] < start:
-            news.append(name)
-    run.lifeless.update((name, (teller, run.iteration)) for name in news)
+    news = [name for name, start in since.items() if run.lifeless.get(name, -2) < start]
+    run.suspected.setdefault(teller, {}).update(dict.fromkeys(news, until))
     return news
+
+
+def heard(run: Run, incident: Incident) -> None:
+    """Note that what detectors suspected is told, now that an incident says so."""
+    for claim in incident.claims:
+        if claim.kind is Kind.STAGNATION:
+            for teller in [one for one in run.suspected if claim.detector.startswith(one)]:
+                run.lifeless.update(run.suspected.pop(teller))
+
+
+def asks(streak: int, due: int) -> bool:
+    """Return whether to tell now of what goes on: when it is due, and after twice, four times ... as long.
+
+    The later times are for what could not be told then; what was told is no news.
+    """
+    times, rest = divmod(streak, due)
+    return times > 0 and not rest and not times & (times - 1)
 
 
 class Lifeless:
@@ -58,7 +71,8 @@ class Lifeless:
     def __init__(self, patience: int) -> None:
         self._patience = patience
         self._since: dict[str, int] = {}
-        """The attempted step of the first of those looks, of a layer or of a parameter with a piece."""
+        """Of a layer the attempted step of the last look in which it lived, of a piece that of the first look
+        with its bits."""
         self._zero_steps = 0
         """Steps in a row in which every gradient was zero."""
         self._dead: dict[str, int] = {}
@@ -71,12 +85,14 @@ class Lifeless:
     def step(self, norm: float, run: Run) -> list[Finding]:
         """Take the global norm of a step that was made in."""
         self._zero_steps = self._zero_steps + 1 if norm == 0.0 else 0
-        if self._zero_steps != self._patience:
+        if not asks(self._zero_steps, self._patience):
             return []
-        start = run.iteration - self._patience
-        if not untold(run, _ALL, {name: start for name, p in run.host.named_parameters() if p.requires_grad}):
+        trained = [name for name, p in run.host.named_parameters() if p.requires_grad]
+        start = run.iteration - self._zero_steps
+        if not untold(run, _ME, dict.fromkeys(trained, start), run.iteration):
             return []
-        return [_warning(f"every gradient has been zero in {self._patience} steps in a row", (), None, _DEAD)]
+        message = f"every gradient has been zero in {self._zero_steps} steps in a row"
+        return [_warning(message, (), None, _DEAD, about=(message.partition(" in ")[0],))]
 
     def dead(
         self, norms: Mapping[str, float], sizes: Mapping[str, int], run: Run, iteration: int
@@ -96,15 +112,15 @@ class Lifeless:
         for layer, names in layers.items():
             alive = any(norms[name] != 0.0 for name in names)
             if alive or sum(sizes.get(name, 0) for name in names) < _LEAST:
+                self._since[layer] = iteration
                 pause = self._dead.pop(layer, 0)
                 if pause:
                     self._pauses[layer] = max(pause, self._pauses.get(layer, 0))
                 continue
             looks = self._dead[layer] = self._dead.get(layer, 0) + 1
-            start = iteration if looks == 1 else self._since.get(layer, 0)
-            self._since[layer] = start
-            if looks == max(self._patience, _LONGER * self._pauses.get(layer, 0)) and untold(
-                run, _ME, dict.fromkeys(names, start)
+            start = self._since.get(layer, -1)
+            if asks(looks, max(self._patience, _LONGER * self._pauses.get(layer, 0))) and untold(
+                run, _ME, dict.fromkeys(names, start), iteration
             ):
                 found.append(layer)
         if not found:
@@ -115,13 +131,15 @@ class Lifeless:
             f"the last {min(self._dead[layer] for layer in found)} looks"
         )
         tensors = [(name, sizes.get(name, 0), 0.0) for name in members]
-        return [_warning(message, tensors, found[0], _DEAD)]
+        about = tuple(f"dead {name}" for name in members)
+        return [_warning(message, tensors, found[0], _DEAD, about=about)]
 
     def stuck(
         self, measured: Iterable[Measured], norms: Mapping[str, float], run: Run, iteration: int
     ) -> list[Finding]:
         """Take the pieces of a look in; warn of the parameters that have the same bits for long enough."""
         found: dict[str, int] = {}
+        most = 0
         for one in measured:
             piece = one.piece
             key = f"{piece.name}:{piece.start}"
@@ -132,16 +150,17 @@ class Lifeless:
             looks = looks + 1 if bits == one.bits else 1
             self._stuck[key] = (one.bits, looks)
             self._since[key] = start = iteration if looks == 1 else self._since.get(key, 0)
-            if looks == self._patience and untold(run, _ME, {piece.name: start}):
-                found[piece.name] = piece.whole
+            if asks(looks, self._patience) and untold(run, _ME, {piece.name: start}, iteration):
+                found[piece.name], most = piece.whole, max(most, looks)
         if not found:
             return []
         message = (
-            f"the gradient of {fold(list(found))} had the very same bits in the last {self._patience} looks, "
+            f"the gradient of {fold(list(found))} had the very same bits in the last {most} looks, "
             "which were in different steps"
         )
         tensors = [(name, size, norms.get(name, math.nan)) for name, size in found.items()]
-        return [_warning(message, tensors, next(iter(found)).rpartition(".")[0], _STUCK)]
+        about = tuple(f"stuck {name}" for name in found)
+        return [_warning(message, tensors, next(iter(found)).rpartition(".")[0], _STUCK, about=about)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts."""
@@ -165,6 +184,8 @@ def _warning(
     tensors: Sequence[tuple[str, int, float]],
     module: str | None,
     remedy: tuple[str, ...],
+    *,
+    about: tuple[str, ...],
 ) -> Finding:
     """Return a finding of tensors by name, size and norm."""
     evidence = Evidence(
@@ -177,6 +198,8 @@ def _warning(
         diagnosis=Diagnosis(
             cause="unknown", confidence=0.0, phase="backward", module=module or None, remedy=remedy
         ),
+        about=about,
+        once=True,
     )
     return Finding(
         kind=evidence.kind, value=torch.tensor(True), action=evidence.action, confirm=lambda: evidence

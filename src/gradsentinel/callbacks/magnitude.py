@@ -134,6 +134,7 @@ def _confirm_each(what: str, view: GradientView, bound: float, action: Action) -
         message=f"the {what} of the gradient of {worst.name} is {value:.4g}, above {bound:g}"
         + (f" ({len(tensors)} parameters are)" if len(tensors) > 1 else ""),
         tensors=tensors,
+        about=tuple(name for name, _ in over),
         diagnosis=_advice(value, bound),
     )
 

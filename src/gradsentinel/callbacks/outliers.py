@@ -177,8 +177,10 @@ def evidence_of_groups(
             "groups": {
                 one: {"norm": norm, "usual": usual, "score": score}
                 for one, (norm, usual, score) in ordered[:16]
-            }
+            },
+            "subject": "groups",
         },
+        about=tuple(one for one, _ in ordered),
     )
 
 

@@ -350,6 +350,7 @@ class SaturationCallback(Detector):
                 remedy=tuple(remedy),
             ),
             details=details or {},
+            about=tuple(tensor.name for tensor in tensors),
         )
 
 

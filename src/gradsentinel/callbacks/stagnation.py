@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsentinel import events
 from gradsentinel.callback import Detector
-from gradsentinel.callbacks.lifeless import untold
+from gradsentinel.callbacks.lifeless import heard, untold
 from gradsentinel.callbacks.players import player_of
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
@@ -47,17 +47,6 @@ class _State(NamedTuple):
     """Two rows: the longest of these that ended again."""
 
 
-class _Seen(NamedTuple):
-    """What is needed to tell of a step, without its gradients: those must not outlive it."""
-
-    names: tuple[str, ...]
-    fired: Tensor
-    streak: Tensor
-    norms: Tensor
-    losses: Sequence[Tensor]
-    iteration: int
-
-
 @dataclass(slots=True)
 class _Player:
     """The parameters of optimizers that step together."""
@@ -68,6 +57,24 @@ class _Player:
     state: _State
     places: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
     """Where the norms of a step belong in which not every parameter has a gradient."""
+    held: Tensor | None = None
+    """Two rows: what was due and may not have been told, to be asked about again while it goes on."""
+    again: int = 0
+    """In which attempted step."""
+    wait: int = 0
+    """So many steps later than before, each time twice as many."""
+
+
+class _Seen(NamedTuple):
+    """What is needed to tell of a step, without its gradients: those must not outlive it."""
+
+    player: _Player
+    names: tuple[str, ...]
+    fired: Tensor
+    streak: Tensor
+    norms: Tensor
+    losses: Sequence[Tensor]
+    iteration: int
 
 
 @dataclass(kw_only=True)
@@ -127,7 +134,13 @@ class StagnationCallback(Detector):
                 player = self._players[key] = self._begin(names, sizes, norms)
             norms = _placed(player, names, norms)
         fired = self._judge(player, norms)
-        seen = _Seen(player.names, fired, player.state.streak, norms, event.losses, self._run.iteration)
+        if player.held is not None and self._run.iteration >= player.again:
+            due = torch.maximum(player.least, _LONGER * player.state.longest)
+            player.held = player.held.to(fired.device).logical_and(player.state.streak >= due)
+            fired = fired.logical_or(player.held)
+        seen = _Seen(
+            player, player.names, fired, player.state.streak, norms, event.losses, self._run.iteration
+        )
         finding = Finding(
             kind=Kind.STAGNATION,
             value=fired.any(),
@@ -143,6 +156,11 @@ class StagnationCallback(Detector):
         """Hand in what no rank was to be asked about before the step."""
         late, self._late = self._late, None
         return late
+
+    def on_incident(self, event: events.IncidentEvent) -> None:
+        """Note what it tells: that is no news any more."""
+        if self._run is not None:
+            heard(self._run, event.incident)
 
     def on_recovery(self, event: events.RecoveryEvent) -> None:
         """Begin to count anew where the run goes on: the steps between were undone."""
@@ -206,44 +224,69 @@ class StagnationCallback(Detector):
         run, names = self._run, seen.names
         if run is None:
             return None
+        self._ask_again(seen)
         trained = {name for name, p in run.host.named_parameters() if p.requires_grad}
         dead, stuck = (
             [name for name, flag in zip(names, row, strict=True) if flag and name in trained]
             for row in seen.fired.tolist()
         )
+        silent = len(dead) + len(stuck) < sum(map(sum, seen.fired.tolist()))
         if dead and seen.losses and all(float(loss) == 0 for loss in seen.losses):
-            dead = []
+            dead, silent = [], True
         rows: list[list[int]] = seen.streak.tolist()
         of_dead, of_stuck = (dict(zip(names, row, strict=True)) for row in rows)
-        me = type(self).__name__
-        dead = untold(run, me, {name: seen.iteration - of_dead[name] for name in dead})
-        stuck = untold(run, me, {name: seen.iteration - of_stuck[name] for name in stuck})
-        if not dead and not stuck:
-            return None
-        days = of_dead if dead else of_stuck
-        worst = dead or stuck
-        all_of_them = f"all {len(worst)} parameters" if len(worst) == len(names) > 1 else fold(worst)
-        count = days[worst[0]]
-        steps = "step" if count == 1 else f"{count} steps"
-        text = (
-            f"the gradient of {all_of_them} has vanished: {count} steps in a row below a millionth of its "
-            "usual norm"
-            if dead
-            else f"the gradient of {all_of_them} is stuck: for {steps} its norm is the same, bit for bit"
+        dead, stuck = (
+            untold(
+                run, type(self).__name__, {name: seen.iteration - row[name] for name in some}, seen.iteration
+            )
+            for some, row in ((dead, of_dead), (stuck, of_stuck))
         )
+        if not dead and not stuck:
+            if not silent:
+                seen.player.held = None
+            return None
+        texts = []
+        if dead:
+            texts.append(
+                f"the gradient of {_listed(dead, names)} has vanished: {of_dead[dead[0]]} steps in a row "
+                "below a millionth of its usual norm"
+            )
+        if stuck:
+            count = of_stuck[stuck[0]]
+            steps = "step" if count == 1 else f"{count} steps"
+            texts.append(
+                f"the gradient of {_listed(stuck, names)} is stuck: for {steps} its norm is the same, "
+                "bit for bit"
+            )
         norms = dict(zip(names, seen.norms.tolist(), strict=True))
         sizes = {name: parameter.numel() for name, parameter in run.host.named_parameters()}
         return Evidence(
             kind=Kind.STAGNATION,
             action=Action.parse(self.action),
-            message=text,
+            message="; ".join(texts),
             tensors=tuple(
                 TensorEvidence(name=name, nonfinite=0, numel=sizes.get(name, 0), norm=norms[name])
                 for name in (*dead, *stuck)
             ),
             diagnosis=_advice(dead=bool(dead)),
-            details={"dead": dead[:16], "stuck": stuck[:16], "subject": "dead" if dead else "stuck"},
+            details={"dead": dead[:16], "stuck": stuck[:16]},
+            about=(*(f"dead {name}" for name in dead), *(f"stuck {name}" for name in stuck)),
+            once=True,
         )
+
+    def _ask_again(self, seen: _Seen) -> None:
+        """Have what is due asked about later once more: it may not be told now, and go on."""
+        player = seen.player
+        if Action.parse(self.action) is not Action.WARN:
+            return
+        if player.held is None:
+            player.wait = self.dead_after
+        player.held = seen.fired if player.held is None else player.held.logical_or(seen.fired)
+        player.again, player.wait = seen.iteration + player.wait, 2 * player.wait
+
+
+def _listed(some: Sequence[str], names: Sequence[str]) -> str:
+    return f"all {len(some)} parameters" if len(some) == len(names) > 1 else fold(some)
 
 
 def _placed(player: _Player, names: tuple[str, ...], norms: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from gradsentinel import events
 from gradsentinel.callback import Detector
-from gradsentinel.callbacks.lifeless import Lifeless
+from gradsentinel.callbacks.lifeless import Lifeless, heard
 from gradsentinel.callbacks.looks import Ledger, Look, Measured, Summary, look
 from gradsentinel.callbacks.players import player_of
 from gradsentinel.errors import ConfigurationError
@@ -152,7 +152,9 @@ class GradientStatistics(Detector):
         return findings
 
     def on_incident(self, event: events.IncidentEvent) -> None:
-        """Have the parameters that it names looked at in each of the next steps."""
+        """Have the parameters that it names looked at in each of the next steps; note what it tells."""
+        if self._run is not None:
+            heard(self._run, event.incident)
         self._suspect(event.incident)
 
     def on_diagnosis(self, event: events.DiagnosisEvent) -> None:

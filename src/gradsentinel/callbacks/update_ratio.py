@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from gradsentinel import events
 from gradsentinel.callback import Detector
+from gradsentinel.callbacks.lifeless import asks
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Diagnosis, Evidence, Finding
+from gradsentinel.gradients import GradientView
 from gradsentinel.incident import fold
 from gradsentinel.measures.inspection import inspect_tensor, local, readable
 from gradsentinel.measures.named import gradient_of
@@ -24,6 +26,10 @@ from gradsentinel.run import Run
 _MANY = 16
 """The update of fewer elements may round to nothing."""
 _REMEMBERED = 16
+_SUMS = 2**12
+"""Sums of values that cancel are as far from 0 as so many roundings of float32, or ..."""
+_ROUNDINGS = 8
+"""... as so many of the values themselves, compared with a gradient for which nothing cancels."""
 
 
 @dataclass(slots=True)
@@ -61,8 +67,9 @@ class UpdateRatioCallback(Detector):
     In every `every`-th step it copies some weights, at most `max_elements` elements, and compares them in the
     next step; the following sample looks at the next ones. With E elements to train each has been looked at
     after `every * (ceil(E / max_elements) + 1)` steps at the latest. Weights that stand still although they
-    have a gradient lose their updates to rounding, as bfloat16 weights do at low learning rates. On the
-    device, no wait; nothing on the steps between. Called on: every rank.
+    have a gradient lose their updates to rounding, as bfloat16 weights do at low learning rates. A bias that
+    the next layer cancels is none of them: its gradient is rounding noise next to those of its module, or of
+    the model where it is alone. On the device, no wait; nothing on the steps between. Called on: every rank.
     """
 
     every: int = 50
@@ -83,8 +90,14 @@ class UpdateRatioCallback(Detector):
     _number: int = field(default=0, init=False, repr=False)
     _still: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)
     """For each weight that stood still: in which of its samples last, and how many in a row."""
+    _asked: set[str] = field(default_factory=set, init=False, repr=False)
+    """Weights that are to be told to stand still."""
+    _told: set[str] = field(default_factory=set, init=False, repr=False)
+    """Those that were told, and stand still since."""
     _samples: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     """How often each weight was looked at."""
+    _sums: _Sums | None = field(default=None, init=False, repr=False)
+    """Of the step in which a sample is taken."""
     _applied: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -108,13 +121,22 @@ class UpdateRatioCallback(Detector):
         sample, self._sample = self._sample, None
         findings = self._compare(sample) if sample is not None else []
         if run.iteration >= self.warmup and run.iteration % self.every == 0:
+            self._sums = _Sums(event.gradients)
             self._sample = self._take(run, event.step)
+            self._sums = None  # gradients must not outlive their step
         return findings
 
     def on_after_step(self, event: events.AfterStep) -> None:
         """Remember that the step was made."""
         if event.applied:
             self._applied.append(event.step)
+
+    def on_incident(self, event: events.IncidentEvent) -> None:
+        """Note what it tells: that is not told again while it goes on."""
+        name = type(self).__name__
+        if any(c.kind is Kind.STAGNATION and c.detector.startswith(name) for c in event.incident.claims):
+            self._told |= self._asked
+            self._asked = set()
 
     def on_recovery(self, event: events.RecoveryEvent) -> None:
         """Forget the copies when the run goes on from another state."""
@@ -132,6 +154,7 @@ class UpdateRatioCallback(Detector):
         first = self._next if self._next < total else 0
         last = min(first + self.max_elements, total)
         parts, place = [], 0
+        sums = self._sums
         for name, parameter, optimizer, held in weights:
             begin, end = max(first - place, 0), min(last - place, held.numel())
             place += held.numel()
@@ -141,7 +164,12 @@ class UpdateRatioCallback(Detector):
             gradient = gradient_of(parameter)
             has = torch.ones((), dtype=torch.bool, device=held.device)
             if gradient is not None and readable(gradient) is None and not gradient.is_sparse:
-                has = local(gradient).detach().any()
+                own = local(gradient).detach()
+                if own.shape == local(parameter).shape:
+                    own = _elements(own, begin, end)
+                has = own.any()
+                if sums is not None and _is_vector(parameter) and has.device == sums.device:
+                    has = has.logical_and(sums.tells(name, own))
             parts.append(_Part(name, parameter, optimizer, begin, end, before, has))
             self._samples[name] = self._samples.get(name, 0) + 1
         self._next = last
@@ -222,6 +250,7 @@ class UpdateRatioCallback(Detector):
                 remedy=("lower the learning rate, or warm it up over more steps", "clip gradients by norm"),
             ),
             details={"ratios": {one: ratio for one, (ratio, _) in ordered[:_MANY]}, "subject": "ratio"},
+            about=tuple(one for one, _ in ordered),
         )
 
     def _confirm_still(
@@ -244,16 +273,20 @@ class UpdateRatioCallback(Detector):
             last, streak = self._still.get(part.name, (0, 0))
             streak = streak + 1 if last == number - 1 else 1
             self._still[part.name] = (number, streak)
-            if streak == self.still_after:
+            if streak == 1:
+                self._told.discard(part.name)
+            if part.name not in self._told and asks(streak, self.still_after):
                 due.append(part)
         if not due:
             return None
         names = [part.name for part in due]
+        count = min(self._still[name][1] for name in names)
+        self._asked.update(names)
         return Evidence(
             kind=Kind.STAGNATION,
             action=Action.WARN,
             message=f"updates do not change {fold(names)} by a single bit, although it has a gradient "
-            f"({self.still_after} samples in a row)",
+            f"({count} samples in a row)",
             tensors=tuple(inspect_tensor(part.name, part.parameter) for part in due[:_MANY]),
             diagnosis=Diagnosis(
                 cause="precision",
@@ -266,7 +299,51 @@ class UpdateRatioCallback(Detector):
                 ),
             ),
             details={"subject": "still"},
+            about=tuple(names),
+            once=True,
         )
+
+
+class _Sums:
+    """The squares of the gradients of a step, added up where a vector's are compared with them."""
+
+    def __init__(self, view: GradientView) -> None:
+        self._squares = view.norms.detach().to(torch.float32).square()
+        self.device = self._squares.device
+        self._sizes = [gradient.numel() for gradient in view.gradients]
+        self._places: dict[str, int] = {name: place for place, name in enumerate(view.names)}
+        self._modules: dict[str, list[int]] = {}
+        for name, place in self._places.items():
+            self._modules.setdefault(name.rpartition(".")[0], []).append(place)
+
+    def tells(self, name: str, own: Tensor) -> Tensor:
+        """Return whether the gradient of a vector is more than rounding noise: 0-dim bool, no wait.
+
+        It is compared by its root mean square. A bias that a normalisation or a softmax cancels gets a sum of
+        values that cancel, which is 0 up to rounding; those of the weight beside it do not cancel.
+        """
+        mine = self._places.get(name)
+        others = [place for place in self._modules.get(name.rpartition(".")[0], ()) if place != mine]
+        others = others or [place for place in self._places.values() if place != mine]
+        size = sum(self._sizes[place] for place in others)
+        if not size:
+            return torch.ones((), dtype=torch.bool, device=own.device)
+        whole = len(others) == len(self._sizes) - 1
+        taken = [self._squares[place] for place in others] if not whole else []
+        sum_of_others = torch.stack(taken).sum() if taken else self._all_but(mine)
+        precise = torch.promote_types(own.dtype, torch.float32)
+        noise = max(_SUMS * torch.finfo(precise).eps, _ROUNDINGS * torch.finfo(own.dtype).eps)
+        square = torch.linalg.vector_norm(own, dtype=_dtype(own)).square() / own.numel()
+        tells: Tensor = square > noise**2 * sum_of_others / size
+        return tells
+
+    def _all_but(self, mine: int | None) -> Tensor:
+        total = self._squares.sum()
+        return total if mine is None else total - self._squares[mine]
+
+
+def _is_vector(parameter: Tensor) -> bool:
+    return parameter.numel() == max(parameter.shape, default=1) and not parameter.is_complex()
 
 
 def _elements(held: Tensor, begin: int, end: int) -> Tensor:

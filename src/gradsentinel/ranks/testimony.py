@@ -11,7 +11,7 @@ from typing import Any
 
 from gradsentinel.decision import Action, Kind, Severity, merge
 from gradsentinel.evidence import Diagnosis, Evidence, TensorEvidence
-from gradsentinel.incident import MAY_STAND, Incident, fold, jsonable, now
+from gradsentinel.incident import MAY_STAND, Incident, Said, fold, jsonable, now
 from gradsentinel.ranks.blame import claim_of
 from gradsentinel.ranks.origin import Claim, Verdict, began
 from gradsentinel.ranks.topology import Rank
@@ -32,6 +32,8 @@ _MOST_TENSORS = 64
 _MOST_TRAVELLING = 16
 """So many tensors of a finding are named, fewer where ranks exchange them: each gets those of all."""
 _MOST_SAMPLES = 64
+_MOST_NAMES = 256
+"""So many names that a warning is about travel."""
 _LONGEST_TEXT = 1000
 """Characters of a sentence that travels; of the further details, twice as many."""
 _LONGEST_FACT = 300
@@ -83,6 +85,7 @@ def bounded(evidence: Evidence, *, travels: bool) -> Evidence:
             message=_short(evidence.message, _LONGEST_TEXT),
             samples=tuple(replace(s, id=jsonable(s.id)) for s in kept.samples[:_MOST_TRAVELLING]),
             details=details,
+            about=tuple(_short(name, _LONGEST_FACT) for name in kept.about[:_MOST_NAMES]),
         )
         if kept.diagnosis is not None:
             facts, remedy = _few(kept.diagnosis.evidence), _few(kept.diagnosis.remedy)
@@ -175,6 +178,7 @@ def _open(
         grad_norm=run.last_grad_norm,
         notes=_few(tuple(others)),
         details=_details(lead, [s.evidence for _, s in group]),
+        claims=_claims([statement for _, statement in group]),
     )
     incident.concern(origin.values())
     if told.places and told.places != incident.rank_count:
@@ -212,6 +216,20 @@ def severity_of(incident: Incident, history: Sequence[Incident]) -> Severity:
     if bad_state or persists or incident.kind is Kind.CALLBACK_ERROR:
         return Severity.ERROR
     return Severity.WARNING
+
+
+def _claims(statements: Sequence[Statement]) -> tuple[Said, ...]:
+    """Return what each detector says, by subject, with the names of all ranks."""
+    names: dict[tuple[str, Kind, str, bool], dict[str, None]] = {}
+    for statement in statements:
+        evidence = statement.evidence
+        subject = str(evidence.details.get("subject", ""))
+        key = (statement.detector, evidence.kind, subject, evidence.once)
+        names.setdefault(key, {}).update(dict.fromkeys(evidence.about))
+    return tuple(
+        Said(detector, kind, subject, tuple(about), once)
+        for (detector, kind, subject, once), about in names.items()
+    )
 
 
 def _details(lead: Evidence, everything: Sequence[Evidence]) -> dict[str, Any]:
