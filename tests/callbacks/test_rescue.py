@@ -90,6 +90,10 @@ def outcomes(sentinel: Sentinel) -> list[tuple[int, str]]:
     return [(i.step, str(i.outcome)) for i in sentinel.incidents]
 
 
+def handled(sentinel: Sentinel) -> list[tuple[int, str]]:
+    return [(step, outcome) for step, outcome in outcomes(sentinel) if outcome != "reported"]
+
+
 def test_autocast_off_for_the_module_that_the_diagnosis_names(tmp_path):
     sentinel, _ = run(tmp_path, [Retry(), Rescue()])
     (incident,) = sentinel.incidents
@@ -414,6 +418,54 @@ def test_a_flipped_bit_in_a_weight_is_not_rescued_step_after_step(more, note, tm
     assert outcomes(sentinel)[-1][1] == ("rolled_back" if more else "skipped")
     assert bool(model.weight.abs().max() < 10) == bool(more)
     assert any(note in text for text in sentinel.incidents[0].notes)
+
+
+def test_a_weight_that_has_outgrown_itself_is_gone_back_from_at_once(tmp_path):
+    """A layer norm keeps the loss of the float64 step small; all weights have moved since the snapshot."""
+
+    def forward(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return module(batch).square().mean()
+
+    def trained(folder: Any, *more: Any) -> Sentinel:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        callbacks = [NanCallback(), Rescue(), *more]
+        sentinel = Sentinel(model, optimizer, callbacks=callbacks, forward=forward, run_dir=folder)
+        with sentinel:
+            for number, batch in enumerate(sentinel.steps([torch.randn(6, 4) for _ in range(10)])):
+                if number == 5:
+                    with torch.no_grad():
+                        model[0].weight[0, 0] = -3e37
+                sentinel.backward(forward(model, batch))
+                sentinel.step()
+        return sentinel
+
+    gone_back = trained(tmp_path / "back", Rollback())
+    assert handled(gone_back) == [(5, "rolled_back")]
+    (note,) = (text for text in gone_back.incidents[0].notes if "known-good state of step 0" in text)
+    assert note.startswith("0.weight is up to 3e+37")
+    no_way_back = [trained(tmp_path / "alone"), trained(tmp_path / "spent", Rollback(max_rollbacks=0))]
+    for sentinel in no_way_back:
+        assert handled(sentinel) == [(step, "rescued") for step in range(5, 10)]
+
+
+def test_what_is_rescued_step_after_step_is_gone_back_from_once(tmp_path):
+    """The state may have gone bad where nothing shows it; what comes back after that is a matter of dtype."""
+    sentinel, _ = run(tmp_path, [Rescue(), Rollback()], bad=tuple(range(2, 12)), steps=12)
+    assert handled(sentinel) == [
+        *((step, "rescued") for step in (2, 3, 4)),
+        (5, "rolled_back"),
+        *((step, "rescued") for step in range(6)),
+    ]
+    (gone_back,) = (one for one in sentinel.incidents if one.outcome is Outcome.ROLLED_BACK)
+    assert any("first.linear had to be rescued in each of the last 3 steps" in t for t in gone_back.notes)
+
+
+def test_a_sound_step_ends_a_row_of_rescues(tmp_path):
+    sentinel, _ = run(tmp_path, [Rescue(), Rollback()], bad=(2, 3, 5, 6, 8, 9, 10, 11), steps=13)
+    rescued = [(step, "rescued") for step in (2, 3, 5, 6, 8, 9, 10)]
+    assert handled(sentinel) == [*rescued, (11, "rolled_back")]
 
 
 def test_a_step_that_bad_records_spoil_is_not_made_finite_by_force(tmp_path):

@@ -11,6 +11,7 @@ import torch
 
 from gradsentinel import events
 from gradsentinel.callback import Findings, Responder
+from gradsentinel.callbacks.incurable import outgrown, rescued_in_a_row
 from gradsentinel.decision import Action, Kind
 from gradsentinel.errors import ConfigurationError
 from gradsentinel.evidence import Evidence, Finding
@@ -31,7 +32,9 @@ class Rollback(Responder):
     """Keeps snapshots of the training state, and goes back to one when a dropped step is not enough.
 
     That is: when the state itself is bad, when `after` steps in a row fail, when the budget of dropped
-    steps is used up, or when a detector asks for it. A snapshot is known good once it was verified
+    steps is used up, or when a detector asks for it; and at once when a step fails after `Rescue` has saved
+    `after` in a row at one place, or while a parameter is finite and 10,000 times what it was in the newest
+    known-good snapshot. A snapshot is known good once it was verified
     finite and `confirm_after` later steps were clean; the initial state counts as good. One that is finite
     but looks ruined is passed over. A second rollback before the run got past the first one's trouble goes
     one snapshot further back if something speaks against the state: it is bad itself, the trouble came back
@@ -196,7 +199,23 @@ class Rollback(Responder):
             if earlier.step != step - 1 or earlier.action is Action.ROLLBACK or earlier.cured:
                 break
             streak, step = streak + 1, earlier.step
-        return streak >= self.after
+        return streak >= self.after or self._is_incurable(incident, run)
+
+    def _is_incurable(self, incident: Incident, run: Run) -> bool:
+        """Say whether to go back at once, where that can be done: what is finite may be ruined; notes why."""
+        if not self._budget.left(run.iteration):
+            return False
+        why = None
+        if self._ring.good:
+            why = rescued_in_a_row(
+                incident, run.incidents[:-1], self.after, since=run.iteration - self.window
+            ) or outgrown(run.health.parameters(), self._ring.good[-1])
+        everyone = run.consensus.gather((bool(self._ring.good), why))
+        reasons = dict.fromkeys(reason for _, reason in everyone if reason is not None)
+        if not reasons or not all(can for can, _ in everyone):
+            return False
+        incident.notes += tuple(reasons)
+        return True
 
     def respond(self, incident: Incident, run: Run) -> Recovery | None:
         """Restore a known-good snapshot, or hand over if there is none or the budget is used up."""
