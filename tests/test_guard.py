@@ -302,6 +302,24 @@ def test_a_step_that_was_dropped_for_nothing_is_told_too(tmp_path):
     assert made == {"host": STEPS, "device": STEPS - 1}
 
 
+@pytest.mark.parametrize("where", ["weight", "mask"])
+def test_a_state_of_large_and_finite_numbers_is_no_bad_one(tmp_path, where):
+    """Neither guard finds anything to act on: what overflows are squares that only the sentinel makes."""
+    ends = {}
+    for guard in ("host", "device"):
+        loop = Loop()
+        unused = torch.full((3,), torch.finfo(torch.float32).min)
+        if where == "mask":
+            loop.model.register_buffer("mask", unused)
+        else:
+            loop.model.register_parameter("spare", nn.Parameter(unused, requires_grad=False))
+        _, sentinel = watched(loop, batches(), tmp_path, guard)
+        assert sentinel.incidents == ()
+        assert sentinel.applied_steps == STEPS
+        ends[guard] = loop.state()
+    assert_same(ends["host"], ends["device"])
+
+
 def test_a_warning_does_not_drop_the_step(tmp_path):
     ends = {}
     for guard in ("host", "device"):

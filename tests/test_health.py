@@ -70,6 +70,25 @@ def test_parts_are_equal_and_together_the_whole(run_dir):
     assert math.hypot(*norms) == pytest.approx(whole, rel=1e-5)
 
 
+def test_the_largest_magnitude_is_finite_exactly_where_all_elements_are(run_dir):
+    """The square of 1e37 is no float32 any more, and 2 of the lowest numbers of a mask add up to none."""
+    sentinel, model, optimizer, ema = trained(run_dir)
+    health, tried = sentinel._watch.run.health, list(places(model, optimizer, ema))
+    model.register_buffer("low", torch.full((4,), torch.finfo(torch.float32).min))
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    model.register_buffer("modulus", torch.full((2,), complex(3e38, 3e38)))
+    for _, tensor in tried:
+        kept = tensor.view(-1)[0].clone()
+        tensor.view(-1)[0] = -3e38
+        assert health.norm(largest=True) == torch.finfo(torch.float32).max
+        for bad in (math.nan, math.inf, -math.inf):
+            tensor.view(-1)[-1], last = bad, tensor.view(-1)[-1].clone()
+            found = [part for part in range(3) if not math.isfinite(health.norm(part, 3, largest=True))]
+            assert len(found) == 1
+            tensor.view(-1)[-1] = last
+        tensor.view(-1)[0] = kept
+
+
 def test_a_bad_element_is_found_within_the_bound(run_dir):
     """In turn each part is looked at: state_every * state_parts steps after the warm-up."""
     callback = NanCallback(state_warmup=0, state_every=2, state_parts=4)

@@ -251,7 +251,7 @@ class NanCallback(Detector):
         self._unchecked = self._unchecked and parts > 1
         return Finding(
             kind=Kind.NONFINITE_PARAMETER,
-            value=run.health.norm(part, parts),
+            value=run.health.norm(part, parts, largest=run.decides_late),  # by it alone a device drops a step
             action=Action.ROLLBACK,
             confirm=lambda: self._confirm_state(before_step=False),
         )

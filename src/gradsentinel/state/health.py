@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,14 @@ from torch import Tensor
 from gradsentinel.evidence import TensorEvidence
 from gradsentinel.gradients import GradientView
 from gradsentinel.host import Host
-from gradsentinel.measures.inspection import local, nonfinite_in, readable, values_of, without_infinities
+from gradsentinel.measures.inspection import (
+    local,
+    nonfinite_in,
+    parts_of,
+    readable,
+    values_of,
+    without_infinities,
+)
 from gradsentinel.state.buffers import BufferShadow
 from gradsentinel.state.tree import tensors_in
 
@@ -161,9 +169,11 @@ class StateHealth:
                 room -= buffer.numel()
                 yield held, name, buffer
 
-    def norm(self, part: int = 0, parts: int = 1) -> Tensor:
+    def norm(self, part: int = 0, parts: int = 1, *, largest: bool = False) -> Tensor:
         """Return the 2-norm of the local state, 0-dim, not finite if an element is; one pass, no wait.
 
+        Its squares may overflow where every element is finite. The `largest` magnitude in its place is
+        finite exactly where all elements are; some devices take a launch for each tensor to find it.
         With `parts` only of one of so many parts with equally many elements, counted from 0. All of them
         together are the whole state: parameters, buffers, moments, averages and what else is stateful.
         """
@@ -171,7 +181,10 @@ class StateHealth:
             self._buffers.find()  # one that was registered in the run is looked after from now on
         named = itertools.chain(self.parameters(), self.buffers(), self.moments(), self.averages())
         held = [(name, _held(tensor)) for name, tensor in named]
-        return GradientView(held if parts == 1 else _share(held, part, parts)).total_norm
+        looked_at = held if parts == 1 else _share(held, part, parts)
+        if not largest:
+            return GradientView(looked_at).total_norm
+        return GradientView(map(_in_parts, looked_at), norm_type=math.inf).total_norm
 
     def _demanded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         hopeless = {entry.name for entry in self.nan_at_start}
@@ -186,6 +199,12 @@ def _held(tensor: Tensor) -> Tensor:
     """Return what this rank has of a tensor, of a nested one its values: nothing adds those up as it is."""
     own = local(tensor)
     return own.values() if own.is_nested else own
+
+
+def _in_parts(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    """Return a complex tensor as its parts, which may be finite where its magnitudes are not."""
+    name, tensor = named
+    return (name, parts_of(values_of(tensor))) if tensor.is_complex() else named
 
 
 def _is_plain(tensor: Tensor) -> bool:
