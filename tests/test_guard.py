@@ -31,6 +31,7 @@ from gradsentinel import (
     Rollback,
     Sentinel,
     Skip,
+    StepStart,
     TrainingAborted,
 )
 from gradsentinel.incident import Outcome
@@ -318,6 +319,26 @@ def test_a_state_of_large_and_finite_numbers_is_no_bad_one(tmp_path, where):
         assert sentinel.applied_steps == STEPS
         ends[guard] = loop.state()
     assert_same(ends["host"], ends["device"])
+
+
+@pytest.mark.parametrize(("guard", "lag"), [("host", 0), ("device", 2)])
+def test_a_parameter_that_a_flipped_bit_makes_huge_is_told_of_once(tmp_path, guard, lag):
+    """No loss and no gradient shows it: the look at the state does, which follows each of these steps."""
+    loop = Loop()
+    spare = loop.model.spare = nn.Parameter(torch.zeros(3))
+    values = {2: 1e9, 5: -1e37}  # what may be; what is far beyond the look before
+
+    class Flip(Callback):
+        def on_step_start(self, event: StepStart) -> None:
+            if event.step in values:
+                spare.data[1] = values[event.step]
+
+    _, sentinel = watched(loop, batches(), tmp_path, guard, callbacks=[NanCallback(), Flip()])
+    (incident,) = sentinel.incidents
+    assert (incident.kind, incident.action, incident.step) == (Kind.MAGNITUDE, Action.WARN, 5 - lag)
+    assert [tensor.name for tensor in incident.tensors] == ["spare"]
+    assert incident.tensors[0].norm == pytest.approx(1e37)
+    assert sentinel.applied_steps == STEPS
 
 
 def test_a_warning_does_not_drop_the_step(tmp_path):

@@ -105,6 +105,26 @@ def test_a_bad_element_is_found_within_the_bound(run_dir):
     assert sentinel.incidents[0].tensors[0].name == "extra.ema.module.enter.weight"
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_growth_is_judged_by_the_same_part_of_the_look_before(run_dir, parts):
+    """Moments grow as they like, and what has been told of is not told again."""
+    callback = NanCallback(state_warmup=0, state_every=1, state_parts=parts)
+    sentinel, model, optimizer, _ = trained(run_dir, callback, steps=parts)
+    weight = model.enter.weight
+
+    def goes_on():
+        for _ in sentinel.steps(range(parts)):
+            sentinel.backward(model(torch.randn(8, 6)) * 1e-20)
+            sentinel.step()
+        return [(str(one.kind), [tensor.name for tensor in one.tensors]) for one in sentinel.incidents]
+
+    optimizer.state[weight]["exp_avg_sq"][0, 0] = 1e30
+    assert goes_on() == []
+    model.leave.bias.data[0] = -1e15
+    assert goes_on() == [("magnitude", ["leave.bias"])]
+    assert goes_on() == [("magnitude", ["leave.bias"])]
+
+
 def test_the_end_looks_at_everything(run_dir):
     callback = NanCallback(state_warmup=0, state_every=1000, state_parts=4)
     sentinel, model, optimizer, _ = trained(run_dir, callback)

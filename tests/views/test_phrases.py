@@ -25,7 +25,8 @@ WRITERS = """
     callbacks/batch_evidence callbacks/batch_fields callbacks/batch_gross callbacks/batch_habits
     callbacks/batch_lookups callbacks/batch_share callbacks/cross_rank
     callbacks/device_health callbacks/escalation callbacks/forecast callbacks/headroom
-    callbacks/health_evidence callbacks/incurable callbacks/lifeless
+    callbacks/growth callbacks/health_evidence callbacks/incurable callbacks/initial_state
+    callbacks/lifeless
     callbacks/loss_scale callbacks/lost_eps callbacks/magnitude callbacks/nan callbacks/outliers
     callbacks/peaks callbacks/recomputing callbacks/rescue callbacks/resync callbacks/retry
     callbacks/rollback callbacks/saturation callbacks/skip callbacks/spike callbacks/squares

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradsentinel import events
 from gradsentinel.callback import Detector
+from gradsentinel.callbacks.growth import Growth
+from gradsentinel.callbacks.initial_state import certain, initial
 from gradsentinel.callbacks.lost_eps import LostEps
 from gradsentinel.callbacks.squares import overflowing_squares
 from gradsentinel.decision import Action, Kind
@@ -70,6 +73,7 @@ class NanCallback(Detector):
     _unchecked: bool = field(default=False, init=False, repr=False)
     """True if the state changed since all of it was looked at last."""
     _eps: LostEps | None = field(default=None, init=False, repr=False)
+    _growth: Growth = field(default_factory=Growth, init=False, repr=False)
     _part: int = field(default=0, init=False, repr=False)
     """The part of the state to look at next."""
 
@@ -109,15 +113,15 @@ class NanCallback(Detector):
         found = event.run.health.scan()
         findings = []
         if "parameters" in found:
-            evidence = _initial("parameter", found["parameters"], Kind.NONFINITE_PARAMETER, Action.ABORT)
-            findings.append(_certain(evidence))
+            evidence = initial("parameter", found["parameters"], Kind.NONFINITE_PARAMETER, Action.ABORT)
+            findings.append(certain(evidence))
         if "moments" in found:
-            evidence = _initial("optimizer state", found["moments"], Kind.NONFINITE_STATE, Action.ABORT)
-            findings.append(_certain(evidence))
+            evidence = initial("optimizer state", found["moments"], Kind.NONFINITE_STATE, Action.ABORT)
+            findings.append(certain(evidence))
         unused = event.run.health.nan_at_start
         if unused:  # whether it is ever used, only the user knows
-            evidence = _initial("buffer or frozen parameter", unused, Kind.NONFINITE_STATE, Action.WARN)
-            findings.append(_certain(evidence))
+            evidence = initial("buffer or frozen parameter", unused, Kind.NONFINITE_STATE, Action.WARN)
+            findings.append(certain(evidence))
         return findings
 
     def on_after_backward(self, event: events.AfterBackward) -> list[Finding]:
@@ -218,7 +222,7 @@ class NanCallback(Detector):
             findings.append(self._lost_scale(self._scaler_skips, self._step.view))
         self._unchecked = self._unchecked or event.applied
         if self._run is not None and self.checks_after_step(event.step):
-            findings.append(self._look_at_state(self._run, self.state_parts))
+            findings += self._look_at_state(self._run, self.state_parts)
         step = self._step
         if step.view is not None or step.seen or step.buffers:
             self._step = _Step()  # it would keep the step's gradients alive through the next backward pass
@@ -238,7 +242,7 @@ class NanCallback(Detector):
             ),
         )
 
-    def on_run_end(self, event: events.RunEnd) -> Finding | None:
+    def on_run_end(self, event: events.RunEnd) -> list[Finding] | None:
         """Look at the state that the run leaves behind, if the last update was not looked at yet."""
         run = self._run
         if run is None or event.error is not None or not (self._unchecked and self.state_every):
@@ -246,15 +250,20 @@ class NanCallback(Detector):
         aborted = bool(run.incidents) and run.incidents[-1].outcome is Outcome.ABORTED
         return None if aborted else self._look_at_state(run)
 
-    def _look_at_state(self, run: Run, parts: int = 1) -> Finding:
+    def _look_at_state(self, run: Run, parts: int = 1) -> list[Finding]:
         part, self._part = self._part % parts, self._part + 1
         self._unchecked = self._unchecked and parts > 1
-        return Finding(
+        # Where the device decides it drops a step by this number alone.
+        look = partial(run.health.view, part, parts, largest=run.decides_late)
+        view = look()
+        bad = Finding(
             kind=Kind.NONFINITE_PARAMETER,
-            value=run.health.norm(part, parts, largest=run.decides_late),  # by it alone a device drops a step
+            value=view.total_norm,
             action=Action.ROLLBACK,
             confirm=lambda: self._confirm_state(before_step=False),
         )
+        names = {name for name, _ in run.health.parameters()}
+        return [bad, *self._growth.findings(view, names, (part, parts), look)]
 
     # -- on the host, when something is suspected --------------------------------------------------
 
@@ -368,32 +377,6 @@ def _in_microbatch(microbatch: int | None, step: _Step) -> str:
 
 def _unexplained(phase: str, remedy: tuple[str, ...] = ()) -> Diagnosis:
     return Diagnosis(cause="unknown", confidence=0.0, phase=phase, remedy=remedy)
-
-
-def _certain(evidence: Evidence) -> Finding:
-    return Finding(
-        kind=evidence.kind, value=torch.tensor(True), action=evidence.action, confirm=lambda: evidence
-    )
-
-
-def _initial(what: str, tensors: Sequence[TensorEvidence], kind: Kind, action: Action) -> Evidence:
-    first = tensors[0]
-    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    return Evidence(
-        kind=kind,
-        action=action,
-        message=f"before the first step, {what} {first.name!r} holds {first.nonfinite} non-finite of "
-        f"{first.numel} values{more}",
-        tensors=tuple(tensors),
-        diagnosis=Diagnosis(
-            cause="setup",
-            confidence=0.95,
-            phase="setup",
-            module=first.name.rpartition(".")[0],
-            evidence=(f"{first.name} was not finite before anything was computed",),
-            remedy=(f"initialise {first.name!r}, or load a checkpoint that holds it",),
-        ),
-    )
 
 
 def _name(tensors: Sequence[TensorEvidence]) -> str:

@@ -170,9 +170,13 @@ class StateHealth:
                 yield held, name, buffer
 
     def norm(self, part: int = 0, parts: int = 1, *, largest: bool = False) -> Tensor:
-        """Return the 2-norm of the local state, 0-dim, not finite if an element is; one pass, no wait.
+        """Return the norm of a `view` of the local state, 0-dim, not finite if an element is; no wait."""
+        return self.view(part, parts, largest=largest).total_norm
 
-        Its squares may overflow where every element is finite. The `largest` magnitude in its place is
+    def view(self, part: int = 0, parts: int = 1, *, largest: bool = False) -> GradientView:
+        """Return the local state as a view, whose 2-norm takes one pass; the parameters come first.
+
+        Its squares may overflow where every element is finite. The `largest` magnitude in their place is
         finite exactly where all elements are; some devices take a launch for each tensor to find it.
         With `parts` only of one of so many parts with equally many elements, counted from 0. All of them
         together are the whole state: parameters, buffers, moments, averages and what else is stateful.
@@ -183,8 +187,8 @@ class StateHealth:
         held = [(name, _held(tensor)) for name, tensor in named]
         looked_at = held if parts == 1 else _share(held, part, parts)
         if not largest:
-            return GradientView(looked_at).total_norm
-        return GradientView(map(_in_parts, looked_at), norm_type=math.inf).total_norm
+            return GradientView(looked_at)
+        return GradientView(map(_in_parts, looked_at), norm_type=math.inf)
 
     def _demanded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         hopeless = {entry.name for entry in self.nan_at_start}
