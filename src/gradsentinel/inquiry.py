@@ -45,7 +45,7 @@ class Inquiry:
         self._bus = bus
         self._examiners = list(examiners)
         self._diagnosers = list(diagnosers)
-        self._repeats = Repeats()
+        self.repeats = Repeats()
         self._examined = 0.0
         """Seconds that examiners took in the confirmation going on: they may run a step again."""
 
@@ -120,11 +120,11 @@ class Inquiry:
     def tell_what_waits(self, *, all_of_them: bool = False) -> None:
         """Tell the warnings that were held back long enough; on every rank, with the same ones on each."""
         run = self._run
-        for held in self._repeats.overdue(run.iteration, all_of_them=all_of_them):
+        for held in self.repeats.overdue(run.iteration, all_of_them=all_of_them):
             own_id = run.directory.new_incident_id(run.step, str(held.kind))
             held.id, held.time = run.consensus.gather((own_id, now()))[0]
             held.step, held.iteration = run.step, run.iteration
-            self._repeats.tell(held)
+            self.repeats.tell(held)
             self._tell(held)
 
     def _tell(self, incident: Incident) -> Recovery:
@@ -145,7 +145,7 @@ class Inquiry:
             return _REPORTED
         recovery = self._recover(incident)
         if recovery.outcome is Outcome.REPORTED:  # a warning after all; what follows of it is the same one
-            self._repeats.tell(incident)
+            self.repeats.tell(incident)
         return recovery
 
     def _diagnose(self, incident: Incident) -> None:
@@ -168,7 +168,7 @@ class Inquiry:
 
     def _goes_on(self, incident: Incident) -> bool:
         """Count a warning that goes on step after step, instead of opening an incident for each step."""
-        first = self._repeats.goes_on(incident)
+        first = self.repeats.goes_on(incident)
         if first is None:
             return False
         count = first.details["repeated"] = first.details.get("repeated", 0) + 1

@@ -45,7 +45,8 @@ class Repeats:
 
     def __init__(self) -> None:
         self._subjects: dict[_Key, _Subject] = {}
-        self._any_waits = False
+        self.any_wait = False
+        """True if some were not told yet: asked in each step."""
 
     def goes_on(self, incident: Incident) -> Incident | None:
         """Return the incident that a warning goes on with; None if it is news, which counts as told then."""
@@ -69,7 +70,7 @@ class Repeats:
         if news or before is None:
             self.tell(incident)
             return None
-        self._any_waits = any(subject.waiting for subject in self._subjects.values())
+        self.any_wait = any(subject.waiting for subject in self._subjects.values())
         return before
 
     def _is_due(self, subject: _Subject, now: int) -> bool:
@@ -94,11 +95,11 @@ class Repeats:
             subject.held = None
             subject.last = subject.written = now
             subject.told_in, subject.times = incident, subject.times + 1
-        self._any_waits = any(subject.waiting for subject in self._subjects.values())
+        self.any_wait = any(subject.waiting for subject in self._subjects.values())
 
     def overdue(self, iteration: int, *, all_of_them: bool = False) -> list[Incident]:
         """Return the warnings whose quiet steps are over; with `all_of_them`, whatever waits."""
-        if not self._any_waits:
+        if not self.any_wait:
             return []
         due = [
             subject.held

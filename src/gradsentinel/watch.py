@@ -295,10 +295,8 @@ class Watch:
 
     def forget_step(self) -> None:
         """Forget the step in flight: it came to nothing, and the loop may go on from a restored state."""
-        self._microbatch = 0
+        self._microbatch, self._begun, self.glance.kept = 0, False, None
         self._losses.clear()
-        self._begun = False
-        self.glance.kept = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return step counters and what the callbacks must remember over a restart."""
@@ -359,7 +357,8 @@ class Watch:
         if self.run.in_flight:
             self.run.hold()
         self.run.optimizers = tuple(optimizers) or tuple(self.run.host.optimizers)
-        self.inquiry.tell_what_waits()
+        if self.inquiry.repeats.any_wait:
+            self.inquiry.tell_what_waits()
 
     def _submit(
         self, gradients: GradientView, loss_scale: Tensor | None, overflow: Tensor | None, *, at_once: bool
