@@ -173,7 +173,7 @@ class Sentinel:
                 yield batch
         finally:
             self._in_steps = self._last_of_loader = False
-            run.scene.passed()
+            run.scene.passed(over=True)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run `loss.backward()`, scaled for accumulation and by the GradScaler, and look at the loss.

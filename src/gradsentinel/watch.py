@@ -49,11 +49,8 @@ class Watch:
         self._pending: list[Filed] = []
         self._of_backward = 0  # so many of these are of backward passes of the step in flight
         self._losses: list[Tensor] = []
-        self._microbatch = 0
-        self._begun = False
-        self._prepared = False
-        self._closed = False
-        self._generation = 0
+        self._microbatch = self._generation = 0
+        self._begun = self._prepared = self._closed = False
         self._due: tuple[bool, ...] = ()
         """What is due after the step in flight, as agreed: settling, and a comparison for each comparer."""
         run.remember, run.callbacks = lambda: self.state_dict()["callbacks"], self.bus.callbacks
@@ -124,6 +121,8 @@ class Watch:
         `gradients` may be what returns the view, once somebody is to hear of it: a glance is mostly enough.
         `microbatch` says which one it was, where a micro-batch may have several; None counts.
         """
+        if self.run.scene.listeners:
+            self.run.scene.through()
         if not self._begun:
             self.begin_step()
         if self.glance.kept is not None:
@@ -336,7 +335,8 @@ class Watch:
         """Settle what is left and emit the last event; a second call does nothing."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, self.run.scene.unmade = True, self._begun
+        self.run.scene.through()
         try:
             (self.settle_pending if error is None else self._catch_up)()
         except BaseException as late:
@@ -352,6 +352,8 @@ class Watch:
 
     def _stand_before_step(self, optimizers: Sequence[Optimizer]) -> None:
         """Note which optimizers are about to step, and have copies of what they write finished before."""
+        if self.run.scene.listeners:
+            self.run.scene.through()
         if not self._begun:
             self.begin_step()
         if self.run.in_flight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,10 @@ class Scene:
         """False if nobody wants to know what the generators were before each micro-batch."""
         self.notes_writes = False
         """True if somebody wants to know whether a batch was written to: a look at each of its tensors."""
+        self.listeners: list[Callable[[], None]] = []
+        """Told once, when what the loop computes next is none of the micro-batch any more."""
+        self.unmade = False
+        """True once it is known that the step in flight is never going to be made."""
 
     def begin(self, *, same_batches: bool = False, rng: bool = True) -> None:
         """Forget the last step and remember the state before the next one, perhaps of the same batches.
@@ -123,10 +127,18 @@ class Scene:
         if self.calls is not None:
             self.calls.listen(len(self.microbatches) - 1)
 
-    def passed(self) -> None:
-        """Hear that a micro-batch is through the model: its backward pass begins, or there is none."""
+    def passed(self, *, over: bool = False) -> None:
+        """Hear that a micro-batch is through the model: its backward pass begins, or none comes (`over`)."""
         if self.calls is not None:
             self.calls.stop()
+        if over:
+            self.through()
+
+    def through(self) -> None:
+        """Hear that a micro-batch has had its backward pass, or that there is none to come."""
+        listeners, self.listeners = self.listeners, []
+        for tell in listeners:
+            tell()
 
     def decided(self) -> None:
         """Let go of the loop's own tensors: not while the optimizer needs the memory."""

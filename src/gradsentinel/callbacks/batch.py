@@ -19,22 +19,20 @@ from gradsentinel.callbacks.batch_evidence import (
     facts_of_failure,
     fault_beyond,
     faults_of,
-    faults_of_misses,
 )
-from gradsentinel.callbacks.batch_fields import Field, Reader, checked_ranges, is_empty, tables_of
+from gradsentinel.callbacks.batch_fields import Reader, checked_ranges, is_empty, tables_of
 from gradsentinel.callbacks.batch_gross import Beyond, Gross
 from gradsentinel.callbacks.batch_habits import Habits, Oddity
+from gradsentinel.callbacks.batch_heard import Heard, faults_heard
 from gradsentinel.callbacks.batch_look import (
     Look,
     either,
     flag_on,
-    missed,
     told_of,
     warning,
     was_fine,
     where_bad,
 )
-from gradsentinel.callbacks.batch_lookups import Lookups
 from gradsentinel.callbacks.batch_meter import Meter
 from gradsentinel.callbacks.batch_reading import BEYOND, EMPTY, NONFINITE, OUT_OF_RANGE, UNSELECTED, Reading
 from gradsentinel.callbacks.batch_share import Share, SharesCompared
@@ -82,6 +80,9 @@ class BatchCallback(SharesCompared):
     1000: what comes more often is how the data is. None: they are only told."""
     compare_every: int = 100
     """Compare what the ranks see after every so many steps; 0: never."""
+    lookups: bool = True
+    """Hear what the model looks up, and keep a number from a table that has it not; False: nothing is heard,
+    for a program that handles the IndexError itself."""
     _run: Run | None = field(default=None, init=False, repr=False)
     _reader: Reader = field(init=False, repr=False)
     _meter: Meter = field(init=False, repr=False)
@@ -98,8 +99,8 @@ class BatchCallback(SharesCompared):
     _number: int = field(default=0, init=False, repr=False)
     _in_flight: bool = field(default=False, init=False, repr=False)
     _share: Share = field(default_factory=Share, init=False, repr=False)
-    _lookups: Lookups | None = field(default=None, init=False, repr=False)
-    """None before the run."""
+    _heard: Heard | None = field(default=None, init=False, repr=False)
+    """None before the run, and where nothing is to be heard."""
 
     def __post_init__(self) -> None:
         self.action = Action.parse(self.action)
@@ -143,13 +144,12 @@ class BatchCallback(SharesCompared):
         self._run = event.run
         self._reader = Reader(self.ranges or {}, tables_of(event.run.host.modules()))
         self._share.several = event.run.consensus.world_size > 1
-        self._lookups = Lookups(event.run.host, replaces=Action.parse(self.action) > Action.WARN)
+        self._heard = Heard(event.run, Action.parse(self.action)) if self.lookups else None
 
     # -- in the step: nothing waits --------------------------------------------------------------------
 
     def on_batch(self, event: events.Batch) -> Sequence[Finding]:
         """Measure the batch; report numbers outside of given ranges, and of tables when it is looked up."""
-        self._listen_no_more()
         if event.microbatch == 0:
             self._looks = []
         self._in_flight = True
@@ -170,34 +170,15 @@ class BatchCallback(SharesCompared):
         for reading in self._meter.measure(fields, allowed=self._allowed, statistics=due):
             look.letters.append((reading, *self._post(reading)))
             outside += reading.outside
-        found = self._listen(look, fields, outside)
+        found = [] if self._heard is None else self._heard.listen(look, fields, outside, self._reader)
         if outside:
             confirm = self._confirming([look], only=OUT_OF_RANGE)
             flags = [flag for flag in map(self._here, outside) if flag is not None]
             found += [self._finding(flag, confirm, look.microbatch) for flag in flags]
         return found
 
-    def _listen(
-        self, look: Look, fields: Sequence[tuple[Field, Tensor]], outside: Sequence[Tensor]
-    ) -> list[Finding]:
-        """Listen to what is looked up, if need be; the finding comes true with the first miss."""
-        if self._lookups is None:
-            return []
-        readings = [reading for reading, _, _ in look.letters]
-        insist = any(flag.device.type == "cpu" and bool(flag) for flag in outside)
-        look.misses = misses = self._lookups.begin(fields, readings, insist=insist)
-        if misses is None:
-            return []
-        told = missed(misses, look, self._reader, Action.parse(self.action))
-        return [self._finding(misses.flag, told, look.microbatch)]
-
-    def _listen_no_more(self) -> None:
-        if self._lookups is not None:
-            self._lookups.end()
-
     def on_after_backward(self, event: events.AfterBackward) -> list[Finding]:
         """Report the batch if it is far beyond the others, or if it is bad and the loss is not finite."""
-        self._listen_no_more()
         look = next((look for look in self._looks if look.microbatch == event.microbatch), None)
         if look is None:
             return []
@@ -210,7 +191,6 @@ class BatchCallback(SharesCompared):
 
     def on_before_clip(self, event: events.BeforeClip) -> list[Finding]:
         """Report the batches if something is wrong with one and the gradients are not finite."""
-        self._listen_no_more()
         found: list[Finding] = []
         if self._run is not None and self._run.consensus.world_size == 1:  # several ask before, if at all
             found = [one for look in self._looks if not look.judged for one in self._far_out(look)]
@@ -305,10 +285,9 @@ class BatchCallback(SharesCompared):
 
     def on_after_step(self, event: events.AfterStep) -> Sequence[Finding]:
         """Judge what was measured, as far as it has arrived: what the model coped with, what is unusual."""
-        self._listen_no_more()
         self._in_flight = False
         self._share.steps += 1
-        findings: list[Finding] = []
+        findings = [] if self._heard is None else self._heard.failures()
         while self._waiting and self._waiting[0].step <= event.step and self._waiting[0].arrived():
             look = self._waiting.popleft()
             marks, odd = self._read(look, learn=event.applied)
@@ -327,15 +306,13 @@ class BatchCallback(SharesCompared):
 
     def on_run_end(self, event: events.RunEnd) -> None:
         """Say what is wrong with the batch that the program failed on: a look-up fails on bad numbers."""
-        self._listen_no_more()
         error = event.error
         if not (self._in_flight and self._looks) or isinstance(error, TrainingAborted):
             return
         if not isinstance(error, Exception):
             return
         look = self._looks[-1]
-        missed = [] if look.misses is None else faults_of_misses(look.misses.found, look.batch, self._reader)
-        facts = [fault.fact for fault in missed] or facts_of_failure(
+        facts = [fault.fact for fault in faults_heard(look, self._reader)] or facts_of_failure(
             error, look.batch, self._reader, ignore_index=self.ignore_index, allowed=self._allowed
         )
         for fact in facts:

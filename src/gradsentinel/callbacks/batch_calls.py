@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,8 +41,8 @@ class Listener(Protocol):
             ignore: lawful, too.
         """
 
-    def knows(self, table: Any) -> bool:
-        """Say whether a weight is one of its model's."""
+    def holds(self, numbers: Tensor) -> bool:
+        """Say whether these are its batch's numbers, one by one; no wait."""
 
 
 class Calls:
@@ -62,7 +64,11 @@ class Calls:
         self._parts = {id(parameter) for module, _ in self._hooks for parameter in module.parameters()}
         self._key = RemovableHandle(OrderedDict()).id  # a key that no other hook has
         self.thread: int | None = None
+        self.failure: Exception | None = None
+        """What went wrong while somebody listened."""
         self._failed = False
+        modules = [weakref.ref(module) for module, _ in self._hooks]
+        weakref.finalize(self, _take_off, modules, self._key).atexit = False
 
     def begin(self, *, functions: bool) -> None:
         """Hear of calls from now on; without `functions` only of those of the modules."""
@@ -74,8 +80,8 @@ class Calls:
             if module._compiled_call_impl is None:  # else it would be compiled, too
                 module._forward_pre_hooks[self._key] = hook
         if functions:
-            _listening.append(self)
-            if len(_listening) == 1:
+            with _lock:
+                _listening.append(weakref.ref(self, _forget))
                 _replace()
 
     def end(self) -> None:
@@ -85,33 +91,52 @@ class Calls:
         self.thread = None
         for module, _ in self._hooks:
             module._forward_pre_hooks.pop(self._key, None)
-        if self in _listening:
-            _listening.remove(self)
-            if not _listening:
-                _put_back()
+        with _lock:
+            _keep(lambda reference: reference() is not self)
 
     def is_here(self) -> bool:
-        """Say whether this thread listens, or is one of autograd's: what a checkpoint recomputes is there."""
+        """Say whether this thread listens, or is in a backward pass: what a checkpoint recomputes is there.
+
+        Threads of autograd are none of Python's; a thread of the program is not heard.
+        """
         if self.thread is None or self.thread == threading.get_ident():
             return self.thread is not None
-        return isinstance(threading.current_thread(), threading._DummyThread)
+        inside = torch._C._current_autograd_node() is not None
+        return inside and isinstance(threading.current_thread(), threading._DummyThread)
+
+    def holds(self, numbers: Any) -> bool:
+        """Say whether these are the listener's numbers, one by one."""
+        return bool(self._guarded(lambda: _is_plain(numbers) and self.listener.holds(numbers)))
 
     def heard(self, numbers: Any, about: Callable[[], _About]) -> Any:
         """Return what is to be looked up."""
-        if not self.is_here():
-            return numbers
-        try:
+
+        def hear() -> Any:
             size, table, ignore = about()
             if id(table) in self._parts or not _is_plain(numbers):
-                return numbers
-            instead = self.listener.looks_up(numbers, size, table, ignore)
+                return None
+            return self.listener.looks_up(numbers, size, table, ignore)
+
+        instead = self._guarded(hear) if self.is_here() else None
+        return numbers if instead is None else instead
+
+    def _guarded(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
         except Exception as error:  # in the user's forward pass, which must go on
             logger.exception("look-ups of the model cannot be watched any more")
             record_swallowed(error)
-            self._failed = True
+            self.failure, self._failed = error, True
             self.end()
-            return numbers
-        return numbers if instead is None else instead
+            return None
+
+
+def _take_off(modules: Sequence[weakref.ref[nn.Module]], key: int) -> None:
+    """Take the hooks of a dead listener off."""
+    for reference in modules:
+        module = reference()
+        if module is not None:
+            module._forward_pre_hooks.pop(key, None)
 
 
 def _is_plain(numbers: Any) -> bool:
@@ -134,9 +159,11 @@ def _is_captured(device: torch.device) -> bool:
     return asked is not None and bool(asked())
 
 
-_listening: list[Calls] = []
-_plain: dict[tuple[Any, str], tuple[Any, Any]] = {}
-"""What was replaced, and by what."""
+_lock = threading.RLock()  # a listener may die of the garbage collection while it is held
+_listening: list[weakref.ref[Calls]] = []
+_ours: dict[tuple[Any, str], list[tuple[Any, Any]]] = {}
+"""What stood there, and what of ours calls it; made once for each."""
+_MOST_STOOD = 16
 
 
 def _of_table(args: tuple[Any, ...], _: dict[str, Any]) -> _About:
@@ -159,19 +186,22 @@ _FUNCTIONS: tuple[tuple[Any, str, Callable[..., _About]], ...] = (
 """All of them take the table or the scores first, and then the numbers."""
 
 
-def _concerned(table: Tensor) -> Calls | None:
-    """Return whose call this is, where several trainings of one thread are under way at once."""
-    those = [calls for calls in reversed(_listening) if calls.is_here()]
-    return next((calls for calls in those if calls.listener.knows(table)), those[0] if those else None)
+def _asked(numbers: Any, about: Callable[[], _About]) -> Any:
+    """Have those hear who are here: of several trainings the one whose numbers these are, if known."""
+    those = [calls for reference in tuple(_listening)[::-1] if (calls := reference()) and calls.is_here()]
+    if len(those) > 1:
+        those = [calls for calls in those if calls.holds(numbers)] or those
+    for calls in those:
+        numbers = calls.heard(numbers, about)
+    return numbers
 
 
 def _heard(plain: Callable[..., Any], about: Callable[..., _About]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or is_tracing() or len(args) < 2 or not isinstance(args[0], Tensor):
+        if not _listening or is_compiling() or is_tracing() or len(args) < 2:
             return plain(*args, **kwargs)
-        calls = _concerned(args[0]) if args[0].dim() else None
-        if calls is not None:
-            args = (args[0], calls.heard(args[1], lambda: about(args, kwargs)), *args[2:])
+        if isinstance(args[0], Tensor) and args[0].dim():
+            args = (args[0], _asked(args[1], lambda: about(args, kwargs)), *args[2:])
         return plain(*args, **kwargs)
 
     return call
@@ -179,19 +209,50 @@ def _heard(plain: Callable[..., Any], about: Callable[..., _About]) -> Callable[
 
 def _replace() -> None:
     for owner, name, about in _FUNCTIONS:
-        plain = getattr(owner, name)
-        ours = _heard(plain, about)
-        _plain[owner, name] = plain, ours
+        stands = getattr(owner, name)
+        known = _ours.setdefault((owner, name), [])
+        if any(stands is ours for _, ours in known):
+            continue
+        ours = next((ours for plain, ours in known if plain is stands), None)
+        if ours is None:  # the first time, or somebody has put something else there meanwhile
+            if len(known) >= _MOST_STOOD:
+                continue
+            ours = _heard(stands, about)
+            known.append((stands, ours))
         setattr(owner, name, ours)
 
 
 def _put_back() -> None:
-    for (owner, name), (plain, ours) in _plain.items():
-        if (
-            getattr(owner, name) is ours
-        ):  # else somebody has put something on top, which goes on to the plain one
-            setattr(owner, name, plain)
-    _plain.clear()
+    for (owner, name), known in _ours.items():
+        for plain, ours in known:
+            if getattr(owner, name) is ours:  # else somebody's stands on top, which goes on to the plain one
+                setattr(owner, name, plain)
+                break
+
+
+def _keep(stays: Callable[[weakref.ref[Calls]], bool]) -> None:
+    """Let go of the other listeners, and of the functions when there is none left."""
+    if _listening:
+        _listening[:] = [reference for reference in _listening if stays(reference)]
+        if not _listening:
+            _put_back()
+
+
+def _forget(dead: weakref.ref[Calls]) -> None:
+    """Hear that a listener is no more: a sentinel that nobody has closed."""
+    with _lock:
+        _keep(lambda reference: reference is not dead)
+
+
+def _forget_all() -> None:
+    """Begin a process that was forked: who listens is the other one."""
+    global _lock  # noqa: PLW0603 - a thread that is not here may hold it
+    _lock = threading.RLock()
+    _keep(lambda _: False)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _nothing(*_: Any) -> None:
@@ -208,14 +269,15 @@ class _Before:
     __slots__ = ("calls", "module")
 
     def __init__(self, calls: Calls, module: nn.Module) -> None:
-        self.calls = calls
+        self.calls = weakref.ref(calls)
         self.module = module
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        if is_compiling() or is_tracing() or module is not self.module or not args:
+        calls = self.calls()
+        if is_compiling() or is_tracing() or module is not self.module or not args or calls is None:
             return None
         size: Any = module.num_embeddings
-        return (self.calls.heard(args[0], lambda: (size, module, None)), *args[1:])
+        return (calls.heard(args[0], lambda: (size, module, None)), *args[1:])
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _nothing

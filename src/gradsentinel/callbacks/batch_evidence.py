@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsentinel.callbacks.batch_fields import Field, Reader, is_empty, record_count
 from gradsentinel.callbacks.batch_gross import Beyond
 from gradsentinel.callbacks.batch_habits import COPIES, MANY, OUTLIER, Oddity
-from gradsentinel.callbacks.batch_lookups import Miss
+from gradsentinel.callbacks.batch_links import Miss, widened
 from gradsentinel.callbacks.batch_meter import fully_masked_rows
 from gradsentinel.callbacks.batch_reading import (
     BEYOND,
@@ -76,7 +76,7 @@ def faults_of_misses(misses: Sequence[Miss], batch: Any, reader: Reader) -> list
     """Return the numbers that were looked up in vain, as far as possible by field and record."""
     integers = [(one, v) for one, v in reader.read(batch) if not one.is_float and v.dtype is not torch.bool]
     told: list[tuple[int, int, Fault]] = []
-    for miss in misses:
+    for miss in (miss for miss in misses if miss.is_one()):
         bad = miss.where(miss.numbers)
         if not bool(bad.any()):
             continue
@@ -232,6 +232,8 @@ def _judge(
     field: Field, values: Tensor, records: int | None, ignore_index: int, *, guessed: bool
 ) -> Iterator[Fault]:
     bound = field.bound
+    if not field.is_float:
+        values = widened(values)
     if bound is not None and (bound.given or guessed):
         bad = (values < bound.low) | (values >= bound.high)
         if field.role == "labels":

@@ -12,15 +12,9 @@ from torch import Tensor
 
 from gradsentinel import events
 from gradsentinel.again.scene import MicroBatch
-from gradsentinel.callbacks.batch_evidence import (
-    KEPT_FROM,
-    evidence_of,
-    evidence_of_oddities,
-    faults_of_misses,
-)
-from gradsentinel.callbacks.batch_fields import Reader
+from gradsentinel.callbacks.batch_evidence import evidence_of_oddities
 from gradsentinel.callbacks.batch_habits import Oddity
-from gradsentinel.callbacks.batch_lookups import Misses
+from gradsentinel.callbacks.batch_links import Misses
 from gradsentinel.callbacks.batch_reading import Reading
 from gradsentinel.data.records import sample_ids
 from gradsentinel.decision import Action, Kind
@@ -117,14 +111,3 @@ def warning(confirm: Callable[[], Evidence | None]) -> Finding:
 def told_of(odd: Sequence[Oddity], look: Look) -> Callable[[], Evidence | None]:
     """Return what says what is out of the ordinary."""
     return lambda: evidence_of_oddities(odd, look.batch, look.ids, look.microbatch)
-
-
-def missed(misses: Misses, look: Look, reader: Reader, action: Action) -> Callable[[], Evidence | None]:
-    """Return what says which numbers were looked up in vain; None if none was after all."""
-
-    def confirm() -> Evidence | None:
-        faults = faults_of_misses(misses.found, look.batch, reader)
-        kept = (KEPT_FROM,) if action > Action.WARN else ()
-        return evidence_of(faults, look.ids, action, look.microbatch, more=kept) if faults else None
-
-    return confirm
