@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import copy
 import pickle
 import threading
@@ -632,10 +631,13 @@ def test_nothing_is_replaced_in_a_usual_step(run_dir, monkeypatch):
 
 
 def test_a_new_field_is_learnt_when_it_comes(run_dir, monkeypatch):
+    def loss(model, batch):
+        return plain_loss(model, {**batch, "types": batch.get("more", batch["types"])})
+
     batches = make(20)
     for batch in batches[10:]:
-        batch["more"] = torch.arange(6)
-    assert heard(batches, run_dir, monkeypatch) == [0, 1, 2, 3, 10, 11, 12, 13]
+        batch["more"] = batch["types"].flip(0)
+    assert heard(batches, run_dir, monkeypatch, loss=loss) == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
 @pytest.mark.parametrize("name", ["hashed, large ones late", "clamped late", "labels left out late"])
@@ -726,32 +728,28 @@ def test_two_trainings_at_once_hear_their_own_look_ups(run_dir):
     assert [i.step for i in other.incidents] == [4]
 
 
-@pytest.mark.parametrize(("start", "fails"), [("autograd's", False), ("the program's", True)])
-def test_only_threads_of_autograd_are_heard_beside_the_loops_own(start, fails, run_dir):
-    """Autograd's are none of Python's threading, and compute what a checkpoint computes once more."""
+def test_threads_of_the_program_are_not_heard(run_dir):
     failures = []
 
-    def look_up(model):
+    def look_up(model, ids):
         try:
-            model(torch.tensor([[99]]))
-            failures.append(None)
+            model(ids)
         except IndexError as error:
             failures.append(error)
-        done.set()
 
     def loss(model, batch):
         if batch is batches[2]:
-            if start == "autograd's":
-                _thread.start_new_thread(look_up, (model,))
-            else:
-                threading.Thread(target=look_up, args=(model,)).start()
-            assert done.wait(20)
+            thread = threading.Thread(target=look_up, args=(model, batch["input_ids"]))
+            thread.start()
+            thread.join(20)
+            batch = batches[1]
         return plain_loss(model, batch)
 
-    done, batches = threading.Event(), make(4)
+    batches = make(4)
+    batches[2]["input_ids"][1, 1] = 99
     sentinel = train(batches, run_dir, loss=loss)
-    assert [failure is not None for failure in failures] == [fails]
-    assert [i.step for i in sentinel.incidents] == [2] * (not fails)
+    assert len(failures) == 1
+    assert sentinel.incidents == ()
 
 
 def test_nothing_is_added_to_a_graph_that_is_being_captured(run_dir, monkeypatch):

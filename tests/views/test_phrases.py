@@ -23,7 +23,7 @@ CHINESE = re.compile("[\u4e00-\u9fff\uff00-\uffef]")
 WRITERS = """
     evidence incident inquiry recovery repeats again/model_calls again/recompute bus callbacks/batch
     callbacks/batch_evidence callbacks/batch_fields callbacks/batch_gross callbacks/batch_habits
-    callbacks/batch_lookups callbacks/batch_share callbacks/cross_rank
+    callbacks/batch_heard callbacks/batch_lookups callbacks/batch_share callbacks/cross_rank
     callbacks/device_health callbacks/escalation callbacks/forecast callbacks/headroom
     callbacks/growth callbacks/health_evidence callbacks/incurable callbacks/initial_state
     callbacks/lifeless

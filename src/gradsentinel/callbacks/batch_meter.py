@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsentinel.callbacks.batch_fields import Field
+from gradsentinel.callbacks.batch_links import widened
 from gradsentinel.callbacks.batch_reading import Plan, Reading
 
 _PER_RECORD, _IN_ALL = 256, 1 << 16
@@ -119,6 +120,7 @@ def _outside(one: Field, values: Tensor, ignore_index: int) -> Tensor:
     bound = one.bound
     if bound is None:
         return torch.zeros((), dtype=torch.bool, device=values.device)
+    values = widened(values)
     bad = (values < bound.low) | (values >= bound.high)
     return (bad & (values != ignore_index) if one.role == "labels" else bad).any()
 

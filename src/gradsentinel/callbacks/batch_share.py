@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradsentinel.callback import Comparer
 from gradsentinel.callbacks.batch_fields import Field, record_count
+from gradsentinel.callbacks.batch_links import widened
 from gradsentinel.decision import Action, Kind
 from gradsentinel.evidence import Finding
 from gradsentinel.ranks.replicas import ReplicaGroup
@@ -36,7 +37,7 @@ class Share:
         if not self.several:
             return
         labels = [values for one, values in fields if one.role == "labels" and not one.is_float]
-        self._seen.append((labels[0] != ignore_index).sum() if labels else record_count(batch) or 0)
+        self._seen.append((widened(labels[0]) != ignore_index).sum() if labels else record_count(batch) or 0)
 
     def standing(self) -> Tensor | None:
         """Return log(1 + number per step) and begin anew; None if nothing was seen. Waits for the device."""
