@@ -51,7 +51,7 @@ def batches(count, device):
     return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in drawn]
 
 
-def count(watching, folder, place):
+def count(watching, folder, place, made):
     """What the healthy steps ask of the device, after the first few."""
     torch.manual_seed(0)
     model = Net().to("npu")
@@ -63,8 +63,11 @@ def count(watching, folder, place):
 
     def step():
         batch = next(loader)
-        logits = model(batch["tokens"].to("npu", non_blocking=True))
-        sentinel.backward(cross_entropy(logits, batch["labels"].to("npu", non_blocking=True)))
+        tokens = batch["tokens"].to("npu", non_blocking=True)
+        labels = batch["labels"].to("npu", non_blocking=True)
+        if made:  # other memory and another order than the batch has
+            tokens, labels = tokens.flip(1), labels.flip(0)
+        sentinel.backward(cross_entropy(model(tokens), labels))
         sentinel.step(1.0)
 
     for _ in range(WARM_UP):
@@ -80,10 +83,10 @@ def count(watching, folder, place):
     return found.__dict__, weights
 
 
-@pytest.mark.parametrize("place", ["npu", "cpu"])
-def test_a_healthy_run_makes_the_host_wait_for_nothing_more(tmp_path, place):
-    plain, expected = run_on_npu(count, False, tmp_path / "plain", place)
-    found, weights = run_on_npu(count, True, tmp_path / "watched", place)
+@pytest.mark.parametrize(("place", "made"), [("npu", False), ("npu", True), ("cpu", False)])
+def test_a_healthy_run_makes_the_host_wait_for_nothing_more(tmp_path, place, made):
+    plain, expected = run_on_npu(count, False, tmp_path / "plain", place, made)
+    found, weights = run_on_npu(count, True, tmp_path / "watched", place, made)
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     assert found["syncs"] == plain["syncs"]
     assert found["fallbacks"] == plain["fallbacks"]
@@ -142,3 +145,36 @@ def test_an_id_beyond_the_table_is_replaced_and_flagged_on_the_device(tmp_path, 
     assert (first[:2], second[:2], applied) == ((5, "skipped"), (9, "skipped"), 10)
     assert "tokens[3, 1] is 20, outside 0 to 19 (the 20 rows of embed)" in first[2]
     assert "labels[2] is 5, outside 0 to 4 (the 5 classes that the loss is given)" in second[2]
+
+
+def made_of_it(folder, place, guard):
+    """Look up what is made of the batch, and other numbers of which the table has none."""
+    torch.manual_seed(0)
+    model = Net().to("npu")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    data = batches(12, "cpu")
+    data[5]["tokens"][3, 1] = 20
+    data[9]["labels"][2] = 5
+    data = [{name: tensor.to(place) for name, tensor in batch.items()} for batch in data]
+    strange, failed = torch.tensor([[1, 2, 25]]).to("npu"), 0
+    with Sentinel(
+        model, optimizer, callbacks=[NanCallback(), BatchCallback()], run_dir=folder, guard=guard
+    ) as sentinel:
+        for batch in sentinel.steps(data):
+            try:
+                model.embed(strange)
+            except IndexError:
+                failed += 1
+            tokens, labels = batch["tokens"].to("npu").flip(1), batch["labels"].to("npu").flip(0)
+            sentinel.backward(cross_entropy(model(tokens), labels))
+            sentinel.step(1.0)
+    return [(one.step, one.message) for one in sentinel.incidents], sentinel.applied_steps, failed
+
+
+@pytest.mark.parametrize("guard", ["host", "device"])
+@pytest.mark.parametrize("place", ["npu", "cpu"])
+def test_only_what_is_of_the_batch_is_replaced_on_the_device(tmp_path, place, guard):
+    (first, second), applied, failed = run_on_npu(made_of_it, tmp_path, place, guard)
+    assert (first[0], second[0], applied, failed) == (5, 9, 10, 12)
+    assert "tokens[3, 1] is 20" in first[1]
+    assert "labels[2] is 5" in second[1]

@@ -87,7 +87,7 @@ def faults_of_misses(misses: Sequence[Miss], batch: Any, reader: Reader) -> list
             told.append((0, miss.size, Fault(OUT_OF_RANGE, "", fact)))
             continue
         bad = miss.where(values.to(torch.int64) + shift)
-        if score == _AMONG:  # the model has made something of the rest
+        if score <= _AS_MANY:  # the model has made something of the rest
             bad &= torch.isin(values, miss.numbers[miss.where(miss.numbers)].to(values.device))
         fact = _beyond(one.name, values, bad, (-shift, miss.size - shift), miss.source)
         told.append((score, miss.size, Fault(OUT_OF_RANGE, one.path, fact, _rows(bad, record_count(batch)))))
@@ -98,8 +98,9 @@ def faults_of_misses(misses: Sequence[Miss], batch: Any, reader: Reader) -> list
     return named or list(found.values())
 
 
-_AS_IT_IS, _SHIFTED, _AMONG = 3, 2, 1
-"""How likely a field is what was looked up: number by number, with something added, or the bad ones alone."""
+_AS_IT_IS, _SHIFTED, _REORDERED, _AS_MANY, _AMONG = 5, 4, 3, 2, 1
+"""How likely a field is what was looked up: number by number, with something added, in another order, or of
+the bad ones alone: with as many numbers as there are in the field, or with others."""
 
 
 def _likeness(miss: Miss, bad: Tensor, values: Tensor) -> tuple[int, int]:
@@ -110,8 +111,11 @@ def _likeness(miss: Miss, bad: Tensor, values: Tensor) -> tuple[int, int]:
         shift = int(shifts[0])
         if bool((shifts == shift).all()):
             return (_AS_IT_IS if shift == 0 else _SHIFTED), shift
+        if torch.equal(numbers.flatten().sort().values, values.flatten().sort().values):
+            return _REORDERED, 0
     asked, there = set(numbers[bad.cpu()].tolist()), set(values[miss.where(values)].tolist())
-    return (_AMONG if asked <= there else 0), 0
+    score = _AS_MANY if numbers.numel() == values.numel() else _AMONG
+    return (score if asked <= there else 0), 0
 
 
 def _beyond(name: str, values: Tensor, bad: Tensor, lawful: tuple[int, int], source: str) -> str:
