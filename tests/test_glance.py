@@ -1,6 +1,7 @@
 """The short way through a healthy step changes nothing but its cost."""
 
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -231,9 +232,9 @@ def test_where_the_state_is_due_the_buffers_are_looked_at_before_the_step(tmp_pa
     assert [entry for entry in listener.heard if entry[0] == "clip"] == [("clip", 0), ("clip", 1)]
 
 
-MOST_CALLS = {"three": 56, "with BatchCallback": 116}
+MOST_CALLS = {"three": 56, "with BatchCallback": 104}
 """So many of our functions a healthy step enters at most, comprehensions included: each is slow in a step
-whose work has pushed it out of the caches."""
+whose work has pushed it out of the caches. In some steps more is due."""
 
 
 @pytest.mark.parametrize("kind", MOST_CALLS)
@@ -244,24 +245,28 @@ def test_a_healthy_step_enters_few_functions(kind, run_dir):
     if kind == "with BatchCallback":
         watchers.append(BatchCallback())
     home = str(Path(gradsentinel.__file__).parent)
-    calls: list[str] = []
+    calls = 0
 
     def note(frame: Any, what: str, _: Any) -> None:
-        if what == "call" and frame.f_code.co_filename.startswith(home):
-            calls.append(frame.f_code.co_name)
+        nonlocal calls
+        calls += what == "call" and frame.f_code.co_filename.startswith(home)
 
+    counts = []
     with Sentinel(
         model, torch.optim.AdamW(model.parameters(), 1e-3), callbacks=watchers, run_dir=run_dir
     ) as s:
-        for number, batch in enumerate(s.steps(torch.randn(1, 8) for _ in range(80))):
+        for number, batch in enumerate(s.steps(torch.randn(1, 8) for _ in range(110))):
             loss = model(batch).square().mean()
             # The state is looked at after each of the first ten steps, each tenth is written down, what is
-            # expected is worked out in each of the first 48 and in every sixteenth.
-            sys.setprofile(note if 71 <= number < 75 else None)
+            # expected is worked out in each of the first 48 and in every sixteenth, and those who keep books
+            # hear of up to eight steps at a time.
+            calls = 0
+            sys.setprofile(note if number >= 60 else None)
             try:
                 s.backward(loss)
                 s.step(max_norm=1e-4)
             finally:
                 sys.setprofile(None)
+            counts.append(calls)
         assert not s.incidents
-    assert 0 < len(calls) <= 4 * MOST_CALLS[kind]
+    assert 0 < statistics.median(counts[60:]) <= MOST_CALLS[kind]

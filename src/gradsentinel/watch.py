@@ -322,8 +322,7 @@ class Watch:
         """
         started = time.perf_counter()
         self._catch_up()
-        ruling = self.agreement.settle(self._take_pending())
-        incidents = self.inquiry.confirm(ruling, started)
+        incidents = self.inquiry.confirm(self.agreement.settle(self._take_pending()), started)
         for incident in incidents:
             self.run.optimizers = tuple(self.run.host.optimizers)
             if incident.action > Action.WARN:  # the step is made: it can no longer be retried or skipped
@@ -390,8 +389,7 @@ class Watch:
 
     def _hear_backward(self, event: events.AfterBackward) -> None:
         self._catch_up()
-        found = self.bus.emit(event)
-        self._pending += found
+        self._pending += (found := self.bus.emit(event))
         self._of_backward += len(found)
 
     def _take_pending(self) -> list[Filed]:
