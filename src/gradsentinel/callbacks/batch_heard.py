@@ -39,9 +39,13 @@ class Heard:
 
         `outside` are flags of fields with numbers outside of a given range.
         """
-        readings = [reading for reading, _, _ in look.letters]
+        sheets = [
+            (reading, letter.read())
+            for reading, _, letter in look.letters
+            if reading.plan.on_host and reading.plan.integers
+        ]
         insist = any(flag.device.type == "cpu" and bool(flag) for flag in outside)
-        look.misses = misses = self._lookups.begin(fields, readings, insist=insist)
+        look.misses = misses = self._lookups.begin(fields, sheets, insist=insist)
         if misses is None:
             return []
         self._run.scene.listeners.append(self._lookups.end)

@@ -69,15 +69,18 @@ class Lookups:
 
     # -- around a micro-batch --------------------------------------------------------------------------
 
-    def begin(self, fields: Values, readings: Sequence[Reading], *, insist: bool) -> Misses | None:
+    def begin(
+        self, fields: Values, sheets: Sequence[tuple[Reading, Sequence[float]]], *, insist: bool
+    ) -> Misses | None:
         """Listen to a micro-batch if need be; return where its misses are going to be, else None; no wait.
 
-        `insist` says that a number was found outside of a given range.
+        `sheets` is what was measured on the host, with its numbers; `insist` says that one was found outside
+        of a given range.
         """
         self.end()
         if self._tables.moved():
             self._find()
-        self._present = [(*fields[place], low, high) for place, low, high in _integers(readings)]
+        self._present = [(*fields[place], low, high) for place, low, high in _integers(sheets)]
         elsewhere = insist
         for one, _ in fields:
             if one.device.type != "cpu" and _is_integer(one):
@@ -231,12 +234,10 @@ def _is_integer(one: Field) -> bool:
     return not one.is_float and one.dtype is not torch.bool and not one.empty
 
 
-def _integers(readings: Sequence[Reading]) -> Iterator[tuple[int, float, float]]:
-    """Yield the place, the smallest and the largest number of each integer field on the host."""
-    for reading in readings:
+def _integers(sheets: Sequence[tuple[Reading, Sequence[float]]]) -> Iterator[tuple[int, float, float]]:
+    """Yield the place, the smallest and the largest number of each integer field that was measured."""
+    for reading, sheet in sheets:
         plan = reading.plan
-        if plan.on_host and plan.integers:
-            sheet = reading.sheet.tolist()
-            for number, place in plan.integers:
-                at = plan.pair(number)
-                yield place, sheet[at], sheet[at + 1]
+        for number, place in plan.integers:
+            at = plan.pair(number)
+            yield place, sheet[at], sheet[at + 1]

@@ -17,6 +17,7 @@ class Letter:
     def __init__(self, paper: Tensor, event: Any) -> None:
         self.paper = paper
         self._event = event
+        self._numbers: list[float] | None = None
 
     def arrived(self) -> bool:
         """Return True if the numbers are on the host; does not wait."""
@@ -29,8 +30,9 @@ class Letter:
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-        numbers: list[float] = self.paper.tolist()
-        return numbers
+        if self._numbers is None:  # several may want to know, and the paper is used again afterwards
+            self._numbers = self.paper.tolist()
+        return self._numbers
 
 
 class Mailbox:
